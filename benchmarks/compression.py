@@ -79,7 +79,7 @@ CODECS: Codecs = {
 }
 ADAPTIVE, FROM_ABOVE = "adaptive", "adaptive, 64"
 SIZES_VARY = (ADAPTIVE, FROM_ABOVE)  # with the run
-QUICK = ("4 bit", "rank 16", ADAPTIVE, FROM_ABOVE)
+QUICK = ("rank 16", ADAPTIVE, FROM_ABOVE)
 BITS_LIMIT = 1.0  # of adaptive, at the larger H
 RATIO_LIMIT = 1.5  # of rank 16
 SAME = 0.01

@@ -367,7 +367,7 @@ def main() -> None:
     if not Path("/proc/self/clear_refs").exists():
         made.error("resident memory is read from Linux's /proc, which is not here")
     if arguments.quick:
-        arguments.stages, arguments.layers = [1], 2
+        arguments.stages, arguments.layers, arguments.hidden_size = [1], 2, 128
     descriptions = [run_description(arguments, count) for count in arguments.stages]
     try:
         for description in descriptions:

@@ -204,7 +204,7 @@ def main() -> None:
     made.add_argument("--loss-steps", type=int, default=200, help="0: no losses")
     report, arguments = Report.parse(made, "pipeline")
     if arguments.quick:
-        arguments.stages, arguments.steps, arguments.codecs = 2, 2, ["int4"]
+        arguments.stages, arguments.steps, arguments.codecs = 2, 2, []
         arguments.loss_seeds, arguments.loss_steps = 1, 2
     drawn = Drawing(limits=LOSS_LIMITS)
     if arguments.steps:

@@ -5,9 +5,9 @@
 What is run stands in BENCHES, with arguments that let all of it end within an hour on two cores;
 docs/reproduce.md has the commands of the full sizes. What computes alone, on one thread, and
 prints no times runs two at a time, everything else alone; with --quick, whose figures say nothing,
-three of all kinds. Each one's tables, plots and what it printed (log.txt) are in a folder of --out
-under its name. Ends with 1 if one failed or met its deadline. What needs shaped links, and so Linux
-and root, is left out elsewhere, and that is said.
+three of all kinds, the longest first. Each one's tables, plots and what it printed (log.txt) are in
+a folder of --out under its name. Ends with 1 if one failed or met its deadline. What needs shaped
+links, and so Linux and root, or a GPU is left out elsewhere, and that is said.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 # a script has only its own folder on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -30,7 +32,7 @@ from benchmarks.report import Report, parser
 from tests.swarm.links import available
 
 FOLDER = Path(__file__).resolve().parent
-QUICK_LIMIT_S = 150.0  # a minute alone, and three share the cores
+QUICK_LIMIT_S = 200.0  # a minute alone, and three share the cores
 AT_ONCE = 2
 QUICK_AT_ONCE = 3
 LEAVE_S = 20.0  # for a script that was told to end: it ends its swarm first
@@ -42,22 +44,34 @@ Popen = subprocess.Popen[bytes]
 class Bench:
     """One call of a script.
 
-    arguments: of `make bench`; quick: in their place with --quick. limit_s: of the first.
-    computes: one process of one thread whose figures are no times. links: it needs shaped links.
+    arguments: of `make bench`; quick: in their place with --quick, None: takes too long for it.
+    limit_s: of the first. computes: one process of one thread whose figures are no times. needs:
+    why it cannot run here; empty if it can.
     """
 
     name: str
     script: str
     arguments: tuple[str, ...] = ()
-    quick: tuple[str, ...] = ("--quick",)
+    quick: tuple[str, ...] | None = ("--quick",)
     limit_s: float = 300.0
     computes: bool = False
-    links: bool = False
+    needs: Callable[[], str] = lambda: ""
 
     def command(self, out: Path, *, quick: bool) -> list[str]:
         """The whole line."""
-        arguments = self.quick if quick else self.arguments
+        arguments = (self.quick or ()) if quick else self.arguments
         return [sys.executable, str(FOLDER / self.script), *arguments, "--out", str(out)]
+
+
+def no_links() -> str:
+    """Why there are no shaped links here."""
+    reason = available()
+    return f"no shaped links here: {reason}" if reason else ""
+
+
+def no_gpu() -> str:
+    """Why there is no GPU here."""
+    return "" if torch.cuda.is_available() else "no GPU here"
 
 
 BENCHES = (
@@ -134,13 +148,13 @@ BENCHES = (
         arguments=("--parameters", "2e8", "--stages", "4"),
     ),
     Bench(name="matchmaking", script="matchmaking.py"),
-    Bench(name="gpu", script="gpu.py", arguments=("--quick",)),
+    Bench(name="gpu", script="gpu.py", needs=no_gpu, limit_s=900),
     Bench(name="slow-peer", script="slow_peer.py", arguments=("--rounds", "4"), limit_s=600),
     Bench(
         name="real-size",
         script="real_size.py",
         arguments=("--parameters", "2e7", "--rank", "16", "--round", "8"),
-        quick=("--parameters", "1e6", "--rank", "4", "--round", "4"),
+        quick=None,
         limit_s=600,
     ),
     Bench(name="faults", script="faults.py", arguments=("--quick",), limit_s=600),
@@ -149,7 +163,7 @@ BENCHES = (
         script="exchange.py",
         arguments=("--rounds", "1", "--inner-steps", "40"),
         limit_s=900,
-        links=True,
+        needs=no_links,
     ),
     Bench(
         name="pipeline",
@@ -162,14 +176,14 @@ BENCHES = (
         script="plan.py",
         arguments=("--only", "dense 4 bit, 10 Mbit/s", "2 stages, int8, 5 Mbit/s"),
         limit_s=600,
-        links=True,
+        needs=no_links,
     ),
     Bench(
         name="baselines",
         script="baselines.py",
         arguments=("--links", "10", "--runs", "1"),
         limit_s=1500,
-        links=True,
+        needs=no_links,
     ),
 )
 
@@ -248,7 +262,7 @@ def run_each(benches: Sequence[Bench], out: Path, *, quick: bool, at_once: int) 
 def in_turns(benches: Sequence[Bench], out: Path, *, quick: bool) -> Iterator[Ended]:
     """All of them, as they end: see the head of this file."""
     if quick:
-        yield from run_each(benches, out, quick=True, at_once=QUICK_AT_ONCE)
+        yield from run_each(benches[::-1], out, quick=True, at_once=QUICK_AT_ONCE)
         return
     together = [bench for bench in benches if bench.computes]
     alone = [bench for bench in benches if not bench.computes]
@@ -266,13 +280,15 @@ def main() -> int:
     made.set_defaults(out=Path("bench-run"))
     report, arguments = Report.parse(made, "bench")
     benches = [bench for bench in BENCHES if bench.name in (arguments.only or names)]
-    if reason := available():
-        for bench in benches:
-            if bench.links:
-                report.say(f"{bench.name:<12} left out, no shaped links here: {reason}")
-        benches = [bench for bench in benches if not bench.links]
     ended: list[Ended] = []
-    for each in in_turns(benches, arguments.out, quick=arguments.quick):
+    possible: list[Bench] = []
+    for bench in benches:
+        reason = "takes minutes" if arguments.quick and bench.quick is None else bench.needs()
+        if reason:
+            report.say(f"{bench.name:<12} left out: {reason}")
+        else:
+            possible.append(bench)
+    for each in in_turns(possible, arguments.out, quick=arguments.quick):
         ended.append(each)
         report.console.print(each.line(), markup=False)
         if each.last:

@@ -41,7 +41,7 @@ from dilocox.peer.commands.demo import exported_round
 from dilocox.peer.commands.export import evaluate_checkpoint
 from dilocox.peer.os_process import Child, StopSignal
 from dilocox.peer.training.data import BATCH_WINDOWS, held_out_windows
-from tests.swarm.browser import chromium, screenshot
+from tests.swarm.browser import chromium, cropped, screenshot
 from tests.swarm.harness import LocalSwarm, Peer, memory_folder
 from tests.swarm.links import Links, available
 from tests.swarm.small_run import MODEL, fixed_steps
@@ -138,9 +138,8 @@ QUICK = Size(
     batch={"sequence_length": 128, "microbatch_size": 2, "microbatches": 4},
     learning_rate=3e-3,
     inner_steps=20,
-    sections={
-        "deadlines": {"heartbeat_s": 4.0, "matchmaking_s": 2.0, "exchange_s": 10.0, "vote_s": 5.0}
-    },
+    # short rounds hear of changes sooner; peers that start take the cores from those that exchange
+    sections={"deadlines": {"heartbeat_s": 4.0, "matchmaking_s": 5.0}},
 )
 
 
@@ -298,15 +297,17 @@ class Showcase:
         if chromium() is None:
             self._report.say("no page.png: chromium is not installed")
             return
+        url, file = f"http://127.0.0.1:{PAGE_PORT}/", self._out / "page.png"
         said = screenshot(
-            f"http://127.0.0.1:{PAGE_PORT}/",
-            self._out / "page.png",
+            url,
+            file,
             width=1280,
-            height=1800,
+            height=3200,
             within=self._links.command(WATCHER, []),
         )
         if said:
             raise EnvironmentFault(f"the status page complains: {said}")
+        cropped(file)
 
     def _until(self, what: str) -> None:
         """Watch the swarm until its time has come, and ask the model now and then."""

@@ -46,6 +46,7 @@ REFUSALS = (
     "question",
     "record",
     "admission",
+    "ticket",
 )
 """Why the averaging process refuses what another peer sent."""
 

@@ -2,9 +2,9 @@
 
     python docs/pictures.py [STATE ...]
 
-Each state at 1280 and 390 pixels, light and dark, side by side in one picture; docs/status.png is
-the page of a run that trains. It needs Chromium. Whoever changes the page runs it and looks at what
-it has drawn.
+Each state at 1280 and 390 pixels, light and dark, side by side in one picture. It needs Chromium.
+Whoever changes the page runs it and looks at what it has drawn. docs/showcase.png is not of these:
+it is the page of a real run (benchmarks/showcase.py).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageChops
+from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from dilocox.peer.http_pages import Page, PageServer
 from dilocox.peer.monitor.monitor import MonitorPages
 from tests.peer.told_pages import STATES
-from tests.swarm.browser import DARK, chromium, screenshot
+from tests.swarm.browser import DARK, chromium, cropped, screenshot
 
 DOCS = Path(__file__).parent
 WIDTHS = {1280: 3200, 390: 7000}  # and how high a page may be
@@ -43,12 +43,9 @@ def main() -> None:
         parts = arguments.parts or Path(temporary)
         parts.mkdir(parents=True, exist_ok=True)
         for state in arguments.states or STATES:
-            drawn = draw(state, STATES[state](), parts)
             file = arguments.folder / f"{state}.png"
-            beside(drawn).save(file, optimize=True)
+            beside(draw(state, STATES[state](), parts)).save(file, optimize=True)
             sys.stdout.write(f"{file}: {file.stat().st_size / 1e3:.0f} kB\n")
-            if state == "training" and arguments.folder == DOCS / "pictures":
-                few_colors(drawn[0]).save(DOCS / "status.png", optimize=True)
 
 
 def draw(state: str, status: dict[str, Any], folder: Path) -> list[Image.Image]:
@@ -65,18 +62,8 @@ def draw(state: str, status: dict[str, Any], folder: Path) -> list[Image.Image]:
                 said = screenshot(url, file, *flags, width=width, height=height)
                 if said:
                     raise SystemExit(f"{state} at {width}: {said}")
-                image = cropped(Image.open(file).convert("RGB"))
-                image.save(file)
-                drawn.append(image)
+                drawn.append(cropped(file))
     return drawn
-
-
-def cropped(image: Image.Image, margin: int = 24) -> Image.Image:
-    """Without the empty rows at its end."""
-    back = Image.new("RGB", image.size, image.getpixel((0, image.height - 1)))  # type: ignore[arg-type]
-    box = ImageChops.difference(image, back).getbbox()
-    bottom = image.height if box is None else min(image.height, box[3] + margin)
-    return image.crop((0, 0, image.width, bottom))
 
 
 def beside(images: list[Image.Image], gap: int = 24) -> Image.Image:

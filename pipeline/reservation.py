@@ -5,17 +5,21 @@ thread and hands the assignment that follows to the thread that computes.
 Why: the swarm's records are hints, seconds old; two heads may want the same spare at once. Only the
 peer itself knows whether it is free, so a head reserves all it needs and then assigns them
 (two-phase). A reservation expires by itself: a head that dies in between blocks nobody. Who has had
-one and did not come waits for twice as long as it held it: others go first then.
+one and did not come waits for twice as long as it held it: others go first then. Keys cost nothing,
+so before whoever is not known to train go the heads that are: they take a reservation or a member
+over (those that train with it say so in the DHT, and are not asked), nobody else has one while they
+ask, and a peer that becomes free is theirs for a while.
 How: one lock, no I/O, time from a clock that is passed in. Nothing that a peer sends raises: what
 is odd is answered with "no" and counted.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import pairwise
 from typing import Annotated, Literal
 
@@ -87,6 +91,8 @@ class Reservation:
     """Says yes to one head at a time. All methods may be called from any thread.
 
     clock: monotonic seconds.
+    proven: heads whose replicas are known to learn; they go first. turn_s: how long a peer that was
+        in a replica is theirs alone, until they have heard that it is free.
     on_change: called, without a lock, after an answer that changed the state; to wake the thread
         that takes assignments.
     `refused` counts requests that were odd (not those that came too late), by kind.
@@ -99,6 +105,8 @@ class Reservation:
         stage: int,
         num_stages: int,
         clock: Callable[[], float] = time.monotonic,
+        proven: Callable[[], Collection[str]] = tuple,
+        turn_s: float = LEASE_S,
         on_change: Callable[[], None],
     ):
         self.refused: Counter[str] = Counter()
@@ -106,12 +114,15 @@ class Reservation:
         self._stage = stage
         self._num_stages = num_stages
         self._clock = clock
+        self._proven = proven
+        self._turn_s = turn_s
         self._on_change = on_change
         self._lock = threading.Lock()
         self._facts: dict[str, object] = {}
         self._shut: str | None = "starting"  # why, None while open
         self._hold: tuple[str, float] | None = None  # the head that reserved it, until when
         self._not_before: dict[str, float] = {}  # heads that held it for nothing
+        self._theirs_until = -math.inf  # of proven heads
         self._assignment: Assignment | None = None
         self._waiting: Assignment | None = None  # not taken yet
         self._taken = ""  # the replica whose assignment the other thread took last
@@ -142,7 +153,7 @@ class Reservation:
             current = self._assignment
             overtaken = self._waiting is not None and self._shut is None
             if current is not None and current.replica == replica and not overtaken:
-                self._assignment = self._waiting = None
+                self._end_assignment()
             if self._taken == replica:
                 self._taken = ""
 
@@ -214,22 +225,37 @@ class Reservation:
         # A record of a peer that has moved is there until it expires.
         if "stage" in facts and facts["stage"] != self._stage:
             return f"it hosts stage {self._stage}"
-        state = self._state()
-        if state == "member":
-            # Its own head asks again when it was restarted or its release was lost: the next
-            # assignment says which, and the answer which epoch it must exceed.
-            return "" if self._assigned_to(head) else "it is in another replica"
-        if state == "shut":
-            return self._shut or ""
+        # Its own head asks again when it was restarted or its release was lost: the next assignment
+        # says which, and the answer which epoch it must exceed.
+        if self._assigned_to(head) or self._reserved_for(head):
+            return ""
+        if self._shut is not None:
+            return self._shut
         if self._stage == 0:
             return "it is a head"
-        if state == "reserved":
-            return "" if self._reserved_for(head) else "it is reserved for another replica"
-        self._end_hold()
-        if self._clock() < self._not_before.get(head, 0.0):
+        proven, now = self._proven(), self._clock()
+        goes_first, current = head in proven, self._assignment
+        if current is not None and not (goes_first and current.head not in proven):
+            return "it is in another replica"
+        if self._state() != "reserved":
+            self._end_hold()
+        elif self._hold and not (goes_first and self._hold[0] not in proven):
+            return "it is reserved for another replica"
+        if now < self._not_before.get(head, 0.0):
             return "it was reserved for this replica before, which did not come"
-        self._hold = head, self._clock() + LEASE_S
+        if not goes_first and proven and now < self._theirs_until:
+            return "heads whose replicas learn go first"
+        self._end_assignment()
+        self._end_hold()
+        self._hold = head, now + LEASE_S
+        if goes_first:
+            self._theirs_until = now + LEASE_S
         return ""
+
+    def _end_assignment(self) -> None:
+        if self._assignment is not None:
+            self._theirs_until = self._clock() + self._turn_s
+        self._assignment = self._waiting = None
 
     def _end_hold(self) -> None:
         """A reservation, if there is one, has led to nothing."""
@@ -262,7 +288,7 @@ class Reservation:
         if self._reserved_for(head):
             self._end_hold()
         if self._assigned_to(head):
-            self._assignment = self._waiting = None
+            self._end_assignment()
 
     def _reply(self, frame: Frame, reason: str) -> Frame:
         facts = {**self._facts, "stage": self._stage, "state": self._state()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,16 @@ def test_one_failure_fails_the_whole(
     assert "FAILED with 3" in shown
     assert "before" in shown
     assert "one," in (tmp_path / "bench.csv").read_text()
+
+
+def test_what_cannot_run_here_is_said_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    absent = replace(bench(tmp_path, FAILS), needs=lambda: "no such thing here")
+    monkeypatch.setattr(run_all, "BENCHES", (absent,))
+    monkeypatch.setattr(sys, "argv", ["run_all.py", "--out", str(tmp_path)])
+    assert run_all.main() == 0
+    assert "left out: no such thing here" in capsys.readouterr().out
 
 
 def test_every_benchmark_has_a_name_of_its_own_and_a_script() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -32,7 +32,12 @@ from dilocox.peer.rounds.group import (
 )
 from dilocox.peer.rounds.rank_choice import facts_of, following_window, next_inner_steps
 from dilocox.peer.rounds.record import Contribution, RoundFacts
-from dilocox.peer.rounds.standing import Standing, following_standings, sitting_out
+from dilocox.peer.rounds.standing import (
+    Standing,
+    following_standings,
+    most_tokens,
+    sitting_out,
+)
 from dilocox.peer.rounds.vote_count import (
     Verdict,
     Vote,
@@ -189,6 +194,10 @@ class Meetings:
         network, now = self.lines.network, self.lines.network.timeline.now
         for meeting in here:
             leader = next(iter(meeting.comers))
+            blamed = averager.peer_id in meeting.comers[leader].order.blamed
+            blamed = blamed or leader in order.blamed
+            if blamed:
+                continue
             if now <= meeting.closes_at and network.connected(leader, averager.peer_id):
                 meeting.comers[averager.peer_id] = averager
                 if self._complete(meeting):
@@ -331,8 +340,9 @@ class _Exchange:
     def _make_record(self) -> SimulatedRecord:
         orders, network = self._orders, self._lines.network
         order = next(iter(orders.values()))
+        most = min(order.tokens_cap, most_tokens(each.tokens for each in orders.values()))
         members = [
-            Contribution(peer=peer, tokens=min(each.tokens, each.tokens_cap), **each.times)
+            Contribution(peer=peer, tokens=min(each.tokens, most), **each.times)
             for peer, each in orders.items()
         ]
         timely = [each for each in members if network.random.random() >= self._lines.late]
@@ -392,7 +402,11 @@ class _Exchange:
         ]
         return self.result(peer, heard)
 
-    def result(self, peer: str, heard: Iterable[Vote]) -> AttemptResult:
+    def _blamed(self, peer: str, heard: Collection[Vote]) -> tuple[str, ...]:
+        found = exclusion(heard, set(self._group) - {vote.voter for vote in heard})
+        return tuple(each for each in found if each != peer)
+
+    def result(self, peer: str, heard: Collection[Vote]) -> AttemptResult:
         """The verdict as these votes show it; a record that is committed is logged."""
         decision = decide(sorted(self._group), heard)
         record: bytes | None = None
@@ -406,6 +420,7 @@ class _Exchange:
             record=record,
             certificate=None if record is None else b"certificate",
             abort=abort,
+            blamed=self._blamed(peer, heard) if decision.verdict is Verdict.VOID else (),
             members=tuple(self._group),
             seconds=self._lines.network.timeline.now - self._began - self._codec_s,
             codec_s=self._codec_s,

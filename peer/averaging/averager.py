@@ -58,7 +58,7 @@ from dilocox.dht.reconnect import Redialler, Targets
 from dilocox.dht.records import averaging_prefix
 from dilocox.dht.rpc import BYTE_KINDS, REFUSALS, Client, Counts, handler_name
 from dilocox.peer.averaging.local_peer import LocalPeer
-from dilocox.peer.averaging.matchmaking import aim, expect, own_time
+from dilocox.peer.averaging.matchmaking import LATER_S, aim, expect, own_time
 from dilocox.peer.averaging.service import PeerService
 from dilocox.peer.chain.chain_client import (
     AnchorDiffers,
@@ -171,6 +171,7 @@ class StageAverager(PeerService, DecentralizedAverager):
         self._order: ExchangeOrder | None = None
         self._encoders: dict[object, StageEncoder] = {}
         self._asked_at = 0.0  # for the group that forms, or formed last
+        self._committed: Plan | None = None  # the last one
         matchmaking_s = local.manifest.deadlines.matchmaking_s
         super().__init__(
             (torch.zeros(1),),  # for its own reduction, which is not used
@@ -197,7 +198,9 @@ class StageAverager(PeerService, DecentralizedAverager):
         now = hivemind_control.get_dht_time()
         step = StepControl(
             scheduled_time=own_time(
-                order.scheduled_at, now, may_lead=self.mode != AveragingMode.CLIENT
+                order.scheduled_at,
+                now,
+                may_lead=self.mode != AveragingMode.CLIENT and order.may_lead(self.local.me),
             ),
             deadline=now + order.matchmaking_limit_s,
             allow_retries=False,
@@ -351,18 +354,24 @@ class StageAverager(PeerService, DecentralizedAverager):
         """Give the attempt's plan its own group key before hivemind looks for a group."""
         self._asked_at = time.monotonic()
         order = self._current_order()
-        admits = self.local.swarm.admits
-        aim(self._matchmaking, order.plan.key, expected=order.whole_with, admits=admits)
+        key, expected = order.plan.key, order.whole_with
+
+        def may_lead(peer: str) -> bool:
+            return self._admits(peer) and order.may_lead(peer)
+
+        keys = aim(self._matchmaking, key, expected=expected, may_lead=may_lead)
+        step.scheduled_time += LATER_S * keys.is_later(self.local.me)
         with contextlib.suppress(Exception):  # `step` has it already, and the caller gets it there
             await super()._step(step=step, future_for_init=future_for_init)
+        keys.ended(committed=self._committed == order.plan)
 
     async def rpc_join_group(
         self, request: averaging_pb2.JoinRequest, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
-        """hivemind's, for those who are admitted to the run, with a group that is whole when it is
-        for all who join it.
+        """hivemind's, for those who are admitted to the run and not blamed for the attempt before,
+        with a group that is whole when it is for all who join it.
         """
-        if not self.local.swarm.admits(str(context.remote_id)):
+        if not self._admits(str(context.remote_id)):
             self.refused.add("admission")
             code = averaging_pb2.MessageCode.PROTOCOL_VIOLATION
             yield averaging_pb2.MessageFromLeader(code=code)
@@ -372,6 +381,10 @@ class StageAverager(PeerService, DecentralizedAverager):
                 expect(self._matchmaking, self._ticket(request.gather).expected)
         async for message in super().rpc_join_group(request, context):
             yield message
+
+    def _admits(self, peer: str) -> bool:
+        blamed = () if self._order is None else self._order.blamed
+        return peer not in blamed and self.local.swarm.admits(peer)
 
     def _ticket(self, gathered: bytes) -> Ticket:
         try:
@@ -392,13 +405,18 @@ class StageAverager(PeerService, DecentralizedAverager):
     ) -> AttemptResult:
         """hivemind's hook: the group stands, exchange."""
         order, matchmaking_s = self._current_order(), time.monotonic() - self._asked_at
-        tickets = {
-            str(peer): self._ticket(gathered)
-            for peer, gathered in zip(group_info.peer_ids, group_info.gathered, strict=True)
-        }
+        tickets = dict[str, Ticket]()
+        for peer, gathered in zip(group_info.peer_ids, group_info.gathered, strict=True):
+            try:
+                tickets[str(peer)] = self._ticket(gathered)
+            except GroupRefused as error:  # all have the same of it, and leave its sender out
+                self.refused.add("ticket")
+                logger.debug("round %d: %s: %s", order.plan.round, peer, error)
         logger.debug("round %d: a group of %d stands", order.plan.round, len(tickets))
         self._running_groups.pop(group_info.group_id, None)  # or hivemind misses its own all-reduce
         result = await self._attempt(order, group_info.group_id, tickets)
+        if result.verdict is Verdict.COMMITTED:
+            self._committed = order.plan
         return replace(result, matchmaking_s=matchmaking_s)
 
     async def _attempt(

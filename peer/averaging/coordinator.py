@@ -35,6 +35,7 @@ from dilocox.peer.averaging.events import EventQueue, Failed
 from dilocox.peer.averaging.follower import ChainFollower
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.averaging.loop_status import LoopStatus
+from dilocox.peer.averaging.proven_heads import ProvenHeads
 from dilocox.peer.memory_and_disk import check_use
 from dilocox.peer.rounds.record import SendFacts
 from dilocox.peer.rounds.round_end import RoundKeeper
@@ -162,6 +163,7 @@ class Coordinator(threading.Thread):
             meeting_s=local.manifest.deadlines.matchmaking_s + NO_GROUP_S,
             first=first_round,
         )
+        self.proven_heads = ProvenHeads()
         self.joined = threading.Event()
         self.status = LoopStatus()
         self.data_part: tuple[int, int] = (0, 0) if lease is None else (lease.part, 0)
@@ -405,7 +407,9 @@ class Coordinator(threading.Thread):
         if whole:
             bootstrap = self._local.swarm.bootstrap_answers(BOOTSTRAP_LIMIT_S)
             lease = None if self._leaving else self._lease
-            if lease is not None and lease.settle():
+            standings = last.standings if (last := self.chain.last_record) else ()
+            credited = {each.peer for each in standings if each.credited}
+            if lease is not None and lease.settle(credited):
                 self.data_part = (lease.part, lease.position)
                 self.announce()
         return _Looked(answered=answered, revised=revised, bootstrap=bootstrap, seconds=seconds)
@@ -421,6 +425,7 @@ class Coordinator(threading.Thread):
         self._reading = None
         self._read_s = max(looked.seconds, FADES * self._read_s)
         view = self.view
+        self.proven_heads.see(self.chain.last_record, view.stage)
         if looked.revised:
             self.announce()  # others hear of it from this peer, too
         if looked.bootstrap is not None:

@@ -4,13 +4,14 @@ A lease is a signed record that expires by itself. A head tries parts in an orde
 hash of its id, so that heads rarely meet), takes the first that nobody holds, and looks again at
 every heartbeat: where two took the same part at once, the smaller id keeps it and the other moves
 on. Where there are more heads than parts they are spread over them, and whoever shares a part reads
-it from an epoch of its own: in another order than the others.
+it from an epoch of its own: in another order than the others. Whoever was in no record yet keeps
+nobody from a part who was: keys that train nothing may say that they read everything.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from dilocox.dht.records import PartRecord, Record, part_key
 from dilocox.peer.averaging.local_peer import LocalPeer
@@ -46,6 +47,7 @@ class PartLease:
         self.held = False
         self._finished = False  # the part, by the training loop
         self._shared = False  # with a head that was there before
+        self._credited: Collection[str] = ()
         self._announced = -1  # the part that was told last
         self._moved = False  # to a part whose position is not this head's own
 
@@ -59,12 +61,15 @@ class PartLease:
             return position_of(SHARED_EPOCHS[own % len(SHARED_EPOCHS)])
         return self._positions.get(self.part, 0)
 
-    def settle(self) -> bool:
+    def settle(self, credited: Collection[str] = ()) -> bool:
         """Look who else has the part, and take another one if it is somebody else's; whether so.
 
+        credited: heads whose values are in the chain. Where this one is, the others' leases are as
+        if they were not; else they go before it.
         Then `announcement` is to be published, and `published` told how that went. (Three threads
         take turns with these: what one of them changes, the others see whole.)
         """
+        self._credited = credited
         part, shared = self.part, self._shared
         if self._finished:
             self._tried += 1
@@ -72,7 +77,8 @@ class PartLease:
             self._finished = self.held = False
         holders = self._holders([part])[part]
         # a lease that we hold yields only to a smaller id; a free one must have nobody on it
-        lost = any(peer < self._local.me for peer in holders) if self.held else bool(holders)
+        own = self._turn(self._local.me)
+        lost = any(self._turn(peer) < own for peer in holders) if self.held else bool(holders)
         if lost and not (shared and self.held):
             part, shared = self._free_part()
         elif not holders:
@@ -95,6 +101,9 @@ class PartLease:
         """The part was read to its end: `settle` takes another one."""
         self._finished = True
 
+    def _turn(self, peer: str) -> tuple[bool, str]:
+        return peer not in self._credited, peer
+
     def _free_part(self) -> tuple[int, bool]:
         """The next part that nobody holds; if there is none, the next of those that the fewest
         hold, and that it is shared.
@@ -115,10 +124,13 @@ class PartLease:
         keys = {part_key(self._local.run, part): part for part in parts}
         found = self._local.swarm.read_many(dict.fromkeys(keys, PartRecord), thorough=False)
         holders: dict[int, set[str]] = {}
+        credited, all_count = self._credited, self._local.me not in self._credited
         for key, part in keys.items():
-            others = dict(found[key] or {})
+            here = (found[key] or {}).items()
+            others = {peer: each for peer, each in here if all_count or peer in credited}
             others.pop(self._local.me, None)
-            stated = [lease.position for lease in others.values()]
+            believed = [peer for peer in others if peer in credited or not credited]
+            stated = [others[peer].position for peer in believed]
             if credible := [each for each in stated if 0 <= each < position_of(MOST_EPOCHS)]:
                 self._positions[part] = max(credible)
             holders[part] = set(others)

@@ -60,6 +60,7 @@ class _Job:
     facts: SendFacts
     attempt: int = 0
     abort: bytes = b""
+    blamed: tuple[str, ...] = ()
     future: Future[AttemptResult] | Future[AttemptResult | None] | None = None
     limit: float = 0.0  # monotonic time: of the state the job is in
     undecided: bool = False
@@ -173,6 +174,8 @@ class ExchangeDriver:
                 self._plan(job)
             lead_s = self._deadlines.matchmaking_s + LOOKED_AHEAD * search_s
             starts_at = job.scheduled_at - min(lead_s, LONGEST_LEAD_S)
+            if job.attempt:  # its time is when all must know that the first was void; most know now
+                starts_at = 0.0
             if not self._chain.busy and self._clock.time() >= starts_at:
                 self._try_to_start(job, view)
 
@@ -214,15 +217,20 @@ class ExchangeDriver:
         if not alone and late > NO_GROUP_S + self._deadlines.matchmaking_s:
             self._void(job, "the group's time is over")
             return
-        self._start(job, counted, alone=alone)
+        dial_out = {peer for peer, record in view.stage.items() if record.client_mode}
+        self._start(job, counted, dial_out, alone=alone)
 
-    def _start(self, job: _Job, counted: tuple[str, ...], *, alone: bool) -> None:
+    def _start(
+        self, job: _Job, counted: tuple[str, ...], dial_out: set[str], *, alone: bool
+    ) -> None:
         local, deadlines, last = self._local, self._deadlines, self._chain.last_record
         last_contributors = () if last is None else tuple(m.peer for m in last.members)
         if last is None and self._waited_in_vain >= FIRST_GROUPS:
             # anybody can say that it trains, and stay away: then who comes begins the run, and of
             # two that begin it the operator's archive takes one
             counted = (local.me,)
+        credited = {each.peer for each in last.standings if each.credited} if last else set[str]()
+        expected = set(counted) - set(job.blamed)
         matchmaking_s = max(0.0, job.scheduled_at - self._clock.time()) + NO_GROUP_S
         matchmaking_s = max(matchmaking_s, deadlines.matchmaking_s + NO_GROUP_S)
         order = ExchangeOrder(
@@ -234,12 +242,15 @@ class ExchangeDriver:
             tokens_cap=tokens_cap(local.manifest),
             counted=counted,
             # While somebody is new, not all know of all: then the group waits for its time.
-            expected=len(counted) if set(counted) <= set(last_contributors) else None,
+            expected=len(expected) if expected <= set(last_contributors) else None,
+            # any other one could gather all, and never begin
+            leaders=tuple(sorted(credited & set(counted) - dial_out)),
             last_contributors=last_contributors,
             anchor_before=self._chain.anchor_sha256,
             last=last,
             alone=alone,
             abort=job.abort,
+            blamed=job.blamed,
         )
         logger.debug(
             "round %d, attempt %d: looking for the group of %s, due in %.1f s",
@@ -303,7 +314,7 @@ class ExchangeDriver:
             self._void(job, "both attempts were void")
 
     def _retry(self, job: _Job, result: AttemptResult) -> None:
-        job.attempt, job.abort, job.undecided = 1, result.abort, False
+        job.attempt, job.abort, job.blamed, job.undecided = 1, result.abort, result.blamed, False
         job.scheduled_at += result.limit_s + self._deadlines.vote_s
         logger.info("round %d: the first attempt was void; trying once more", job.round)
 

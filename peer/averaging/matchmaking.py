@@ -10,7 +10,8 @@ with four members on loopback, 6.7 MB in the three seconds before an exchange of
   (driver.py); one that expects too few is overruled by the others, and by the last contributors
   that are counted;
 - who asks first leads: later callers find the leader with one search and join it, and it need not
-  look for others. Only where two ask at once, or clocks differ, do leaders meet by searching;
+  look for others. Only where two ask at once, or clocks differ, do leaders meet by searching. Who
+  was in no record leads nobody where one is there that was: it could gather all, and never begin;
 - searches have growing pauses between them and ask few nodes, and nobody takes a declaration back:
   its key is of this attempt alone.
 """
@@ -22,6 +23,7 @@ with four members on loopback, 6.7 MB in the three seconds before an exchange of
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -34,27 +36,34 @@ LONGEST_PAUSE_S = 2.0
 BEAM = 5  # nodes that a search or a declaration minds: a declaration lies on so many
 EARLY_S = 60.0  # before a group's time, and more, all are equally early
 LEAD_S = 0.2  # by so much the group's time of who asks at the last moment is later
+LATER_S = 0.5  # likewise, of who gathered a group that came to nothing
+MOST_DOUBLINGS = 6  # of the groups that it gathers none of then
 
 
 def own_time(scheduled_at: float, now: float, *, may_lead: bool = True) -> float:
     """The group's time (run time) for who asks for it now: who asks earlier has the earlier one,
-    and hivemind lets the earliest lead. Who may not (it only dials out) joins everybody.
+    and hivemind lets the earliest lead. Who may not (it only dials out, or is new) joins everybody.
     """
     early_s = min(max(scheduled_at - now, 0.0), EARLY_S) if may_lead else 0.0
     return scheduled_at + LEAD_S * (1.0 - early_s / EARLY_S)
 
 
-def aim(matchmaking: Any, key: str, *, expected: int | None, admits: Callable[[str], bool]) -> None:
+def aim(
+    matchmaking: Any, key: str, *, expected: int | None, may_lead: Callable[[str], bool]
+) -> PlanKeys:
     """Look for the group of a plan (`key`, in hex); peers with another one are not found.
 
     expected: members with which the group closes before its time; None: it waits for its time.
-    admits: whether a peer (its id) may be in it.
+    may_lead: whether to join a group that a peer (its id) gathers.
     """
     if not isinstance(matchmaking.group_key_manager, PlanKeys):
-        matchmaking.group_key_manager = PlanKeys(matchmaking.group_key_manager, admits)
+        matchmaking.group_key_manager = PlanKeys(matchmaking.group_key_manager)
+        _note_leaders(matchmaking, matchmaking.group_key_manager)
     matchmaking.schema_hash = bytes.fromhex(key)
-    matchmaking.group_key_manager.aim(key)
+    keys: PlanKeys = matchmaking.group_key_manager
+    keys.aim(key, may_lead)
     matchmaking.target_group_size = None if expected is None else max(2, expected)
+    return keys
 
 
 def expect(matchmaking: Any, expected: int | None) -> None:
@@ -64,21 +73,66 @@ def expect(matchmaking: Any, expected: int | None) -> None:
         matchmaking.target_group_size = None if expected is None else max(target, expected)
 
 
-class PlanKeys(GroupKeyManager):
-    """Who looks for the group of a plan, of one after the other, in the DHT."""
+def _note_leaders(matchmaking: Any, keys: PlanKeys) -> None:
+    """Let the keys know who gathers this peer's groups."""
+    follow, lead = matchmaking._request_join_group, matchmaking.leader_assemble_group
 
-    def __init__(self, of: GroupKeyManager, admits: Callable[[str], bool]):
-        """`of`: the averager's own one, in whose place this comes. admits: see `aim`."""
+    async def following(leader: PeerID) -> Any:
+        keys.led_by = str(leader)
+        return await follow(leader)
+
+    async def leading() -> Any:
+        keys.led_by = str(matchmaking.peer_id)
+        return await lead()
+
+    matchmaking._request_join_group, matchmaking.leader_assemble_group = following, leading
+
+
+class PlanKeys(GroupKeyManager):
+    """Who looks for the group of a plan, of one after the other, in the DHT.
+
+    Who gathered a group that came to nothing, whoever's fault that was, is later than all others in
+    the next 2, 4, 8, ... groups: it may have told each member something else. Only of the last such
+    leader that is remembered, so that of two that fail in turn one always leads.
+
+    Attributes:
+        led_by: peer id of who gathered the group, or was the last that this peer asked to.
+    """
+
+    def __init__(self, of: GroupKeyManager):
+        """`of`: the averager's own one, in whose place this comes."""
         super().__init__(of.dht, of.prefix, "", None)
         self._dht: Any = of.dht  # with futures, as it is asked here, hivemind types it wrongly
         self._plain_prefix = of.prefix
         self._pause_s = 0.0
-        self._admits = admits
+        self._may_lead: Callable[[str], bool] = lambda peer: False
+        self.led_by = ""
+        self._groups = 0  # that were looked for
+        self._failed = Counter[str]()
+        self._later = "", 0  # the last that failed, up to which group
 
-    def aim(self, key: str) -> None:
+    def aim(self, key: str, may_lead: Callable[[str], bool]) -> None:
         """From now on it is the plan with this key; the first search waits for nothing."""
+        self._may_lead = may_lead
+        self.led_by = ""
+        self._groups += 1
         self.prefix = f"{self._plain_prefix}-{key[:24]}"
         self._pause_s = 0.0
+
+    def ended(self, *, committed: bool) -> None:
+        """The exchange of the group is over, or none stood."""
+        leader = self.led_by
+        if committed:
+            del self._failed[leader]
+        elif leader:
+            self._failed[leader] += 1
+            doublings = min(self._failed[leader], MOST_DOUBLINGS)
+            self._later = leader, self._groups + 2**doublings
+
+    def is_later(self, peer: str) -> bool:
+        """Whether the last group that failed was this peer's, and others gather the next ones."""
+        leader, until = self._later
+        return peer == leader and self._groups <= until
 
     async def get_averagers(self, group_key: str, only_active: bool) -> list[Any]:
         """Peer ids and expirations (run time) of those that have declared themselves under the key.
@@ -91,9 +145,9 @@ class PlanKeys(GroupKeyManager):
         if found is None or not isinstance(found.value, dict):
             return []
         return [
-            (peer, declared.expiration_time)
+            (peer, declared.expiration_time + EARLY_S * self.is_later(str(peer)))
             for peer, declared in ((PeerID(name), each) for name, each in found.value.items())
-            if (declared.value or not only_active) and self._admits(str(peer))
+            if (declared.value or not only_active) and self._may_lead(str(peer))
         ]
 
     async def declare_averager(

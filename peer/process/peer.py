@@ -143,6 +143,8 @@ class Assembly:
             me=local.me,
             stage=stage,
             num_stages=manifest.stages,
+            proven=lambda: self.coordinator.proven_heads.peers,
+            turn_s=manifest.deadlines.record_lifetime_s,
             on_change=self._wake,
         )
         batch = manifest.batch

@@ -191,6 +191,12 @@ class Ballots:
         votes = {(s.vote.voter, peer) for s in self._held.values() for peer in s.vote.missed}
         return {peer for peer, count in Counter(peer for _, peer in votes).items() if count > 1}
 
+    def blamed(self) -> tuple[str, ...]:
+        """Whom a repeated attempt would leave out, by the votes at hand; never this member."""
+        votes = [signed.vote for signed in self._held.values()]
+        found = exclusion(votes, set(self.ballot.members) - self.voters())
+        return tuple(peer for peer in found if peer != self.identity.peer_id)
+
     def certificate(self) -> bytes:
         """The winning votes; ValueError where nothing is committed."""
         return certificate(self.ballot, self._held.values(), self.decision.digest or "")

@@ -35,7 +35,7 @@ from dilocox.peer.rounds.record import (
     largest_group,
     part_bytes,
 )
-from dilocox.peer.rounds.standing import sitting_out
+from dilocox.peer.rounds.standing import most_tokens, sitting_out
 from dilocox.peer.rounds.vote_count import Verdict, may_start
 
 PHASE_SHARE = 0.25  # of the exchange's time that a phase has whatever its bytes
@@ -145,6 +145,7 @@ class AttemptResult:
     record: bytes | None = field(repr=False)
     certificate: bytes | None = field(repr=False)
     abort: bytes = field(repr=False)  # this member's own, signed, for a repeated attempt
+    blamed: tuple[str, ...] = ()  # whom that would leave out, as far as this member knows
     members: tuple[str, ...]
     seconds: float  # of the exchange, without what this member's codec took meanwhile
     codec_s: float = 0.0
@@ -289,10 +290,12 @@ class ExchangeOrder(SendFacts):
     counted: tuple[str, ...]
     last_contributors: tuple[str, ...]
     expected: int | None = None  # peers that should come: with them the group need not wait
+    leaders: tuple[str, ...] = ()  # who may gather the group; empty: anybody
     anchor_before: str
     last: RoundRecord | None = field(repr=False)  # the chain's newest, without its means
     alone: bool = False
     abort: bytes = field(default=b"", repr=False)  # its own, of the attempt before
+    blamed: tuple[str, ...] = ()  # for that, as far as it knows: nobody waits for them
 
     @property
     def whole_with(self) -> int | None:
@@ -301,7 +304,11 @@ class ExchangeOrder(SendFacts):
         """
         if self.expected is None:
             return None
-        return max(2, self.expected, len(set(self.last_contributors) & set(self.counted)))
+        there = set(self.last_contributors) & set(self.counted) - set(self.blamed)
+        return max(2, self.expected, len(there))
+
+    def may_lead(self, peer: str) -> bool:
+        return not self.leaders or peer in self.leaders
 
     def ticket(self, *, client_mode: bool = False) -> Ticket:
         return Ticket(
@@ -342,11 +349,12 @@ def attempt_setup(
     """The agreed facts of an attempt, from what its members stated.
 
     A repeated attempt leaves out the peers that the signed aborts of the first one blame; whoever
-    was left out, or unheard, again and again sits out, where the others can go on without it.
-    `group`: the id of the group, from which its rows follow.
+    was left out, or unheard, again and again sits out, where the others can go on without it. Who
+    states another plan, or no tokens, is left out: all have the same tickets, and one that makes no
+    sense stops nobody. `group`: the id of the group, from which its rows follow.
 
     Raises:
-        GroupRefused: a member has another plan or no tokens, or there is nobody to reduce.
+        GroupRefused: this peer is left out, or there is nobody to reduce.
         TooFew: of those that must be there.
     """
     plan = order.plan
@@ -354,13 +362,15 @@ def attempt_setup(
     excluded = excluded_by(aborts, tickets, run=plan.run, stage=plan.stage, round_number=plan.round)
     if me in excluded:
         raise GroupRefused("the others leave this peer out of the repeated attempt")
-    tickets = {peer: ticket for peer, ticket in tickets.items() if peer not in excluded}
-    for peer, ticket in tickets.items():
-        if ticket.plan != order.plan.key:
-            raise GroupRefused(f"{peer} has another plan")
-        if not 1 <= ticket.tokens <= order.tokens_cap:
-            raise GroupRefused(f"{peer} states {ticket.tokens} tokens")
-    views = {peer: ticket.resolved(tickets) for peer, ticket in tickets.items()}
+    tickets = {
+        peer: ticket
+        for peer, ticket in tickets.items()
+        if peer not in excluded and ticket.plan == plan.key and ticket.tokens > 0
+    }
+    if me not in tickets:
+        raise GroupRefused("what the others heard of this peer is not what it stated")
+    # whoever is here counts itself: one that counts nobody stops no group
+    views = {peer: ticket.resolved(tickets) | {peer} for peer, ticket in tickets.items()}
     last = order.last
     before = () if last is None else last.standings
     present = tickets.keys() - sitting_out(before, plan.round)
@@ -373,13 +383,14 @@ def attempt_setup(
         tickets = {peer: ticket for peer, ticket in tickets.items() if peer in present}
     elif not may_start(tickets, views, order.last_contributors):
         raise TooFew(f"{len(tickets)} members are too few of those that must be there")
-    if len(tickets) > (most := largest_group(codec)):
+    if len(tickets) > (room := largest_group(codec)):
         raise GroupRefused(
-            f"{len(tickets)} members; a record of this stage holds at most {most}: start new peers "
+            f"{len(tickets)} members; a record of this stage holds at most {room}: start new peers "
             "with --stage of another stage"
         )
+    most = min(order.tokens_cap, most_tokens(each.tokens for each in tickets.values()))
     members = tuple(
-        Contribution(peer=peer, tokens=each.tokens, **each.times)
+        Contribution(peer=peer, tokens=min(each.tokens, most), **each.times)
         for peer, each in sorted(tickets.items())
     )
     clients = {peer for peer, each in tickets.items() if each.client_mode}

@@ -105,10 +105,19 @@ class LiveGroup:
         self, limit_s: float, function: Callable[..., Awaitable[T]], peer: str, *args: Any
     ) -> T | None:
         """A call to a member; None where it could not be reached, or sent what makes no sense."""
+
+        async def answer() -> T | None:
+            # caught here: a task that is cancelled as it fails would be told as a fault of ours
+            try:
+                return await function(peer, *args)
+            except (ConnectionError, CallRefused, asyncio.TimeoutError) as error:
+                logger.debug("%s not reached: %r", peer, error)
+                return None
+
         try:
-            return await asyncio.wait_for(function(peer, *args), limit_s)
-        except (ConnectionError, CallRefused, asyncio.TimeoutError) as error:
-            logger.debug("%s not reached: %r", peer, error)
+            return await asyncio.wait_for(answer(), limit_s)
+        except asyncio.TimeoutError:
+            logger.debug("%s not reached within %.1f s", peer, limit_s)
             return None
 
     async def compute(self, function: Callable[..., T], *args: Any) -> T:

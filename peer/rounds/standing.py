@@ -26,6 +26,7 @@ MAX_STANDINGS = 320  # peers that a record remembers
 HISTORY = 10  # rounds of a peer
 MOST_UNHEARD = 6  # of them
 MOST_WEIGHT = 2  # of the group's median
+MOST_TOKENS = 8  # likewise: how much faster one may be, times the rounds that others were heard in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +97,15 @@ def following_standings(
 def sitting_out(before: Iterable[Standing], round_number: int) -> set[str]:
     """Who takes no part in a round, by the record before it."""
     return {each.peer for each in before if each.sits_out(round_number)}
+
+
+def most_tokens(stated: Iterable[int]) -> int:
+    """The most tokens that one member of a group is believed, by what all of them state.
+
+    Nobody sees another one learn. But all had the same time for it, the clock of the others is what
+    they learnt in it, and nobody is faster than that without end.
+    """
+    return int(MOST_TOKENS * median(stated))
 
 
 def bounded_weights(tokens: Mapping[str, int], before: Iterable[Standing]) -> dict[str, int]:

@@ -257,6 +257,8 @@ class Serving:
         self._num_stages = num_stages
         self._window = window
         self._stepped_at = time.monotonic()
+        self._head: str = ""
+        self._trains = False  # an inner step was taken with that head
         self._spare_at: float | None = self._stepped_at + SPARE_S  # then; None once that is said
 
     @property
@@ -289,6 +291,7 @@ class Serving:
     def _take(self, stepped: Stepped | None) -> None:
         if stepped is not None:
             now = time.monotonic()
+            self._trains = True
             self._learner.stepped(stepped, now - self._stepped_at)
             self._stepped_at = now
         else:  # weights and moments rest until the step is told
@@ -297,8 +300,8 @@ class Serving:
 
     def _show_replica(self) -> None:
         head = self._follower.head
-        if head != self._learner.status.head:
-            self._stepped_at = time.monotonic()
+        if head != self._head:
+            self._head, self._trains, self._stepped_at = head, False, time.monotonic()
         blocked = "" if head else self._blocked()
         if blocked != self._learner.status.blocked:
             if blocked:
@@ -306,6 +309,8 @@ class Serving:
             else:
                 logger.info("the run is no longer blocked")
         self._tell_spare(waits=not (head or blocked))
+        # until its first step anybody may have said that it leads this peer, and others may need it
+        head = head if self._trains else ""
         self._learner.status = replace(self._learner.status, head=head, blocked=blocked)
         self._learner.publish()
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hivemind.p2p import PeerID
 
 from dilocox.dht.errors import DilocoxError
 from dilocox.dht.identity import Identity
@@ -30,6 +31,7 @@ from dilocox.dht.join import Joined, join_run
 from dilocox.dht.records import (
     BellRecord,
     ClaimRecord,
+    StageRecord,
     averaging_prefix,
     bell_key,
     claim_key,
@@ -48,6 +50,10 @@ from dilocox.peer.rounds.outer_step import anchor_sha256
 from dilocox.peer.rounds.rank_choice import RoundPlan, stage_codec
 from dilocox.peer.rounds.record import Contribution, RoundRecord, digest_of
 from dilocox.peer.rounds.vote_count import Vote
+from dilocox.pipeline.frames import NO_TENSORS, Frame, encode_prefix_and_header
+from dilocox.pipeline.link import Stream, Traffic
+from dilocox.pipeline.relayed_requests import RelayedRequests
+from dilocox.pipeline.reservation import Assignment
 from tests.peer.fabricated import replica_record, stage_record
 from tests.peer.kept_chains import reduced_alone
 
@@ -69,9 +75,9 @@ class Hostile:
         self.swarms = [Swarm(place.dht, place.run, each, place.clock) for each in self.keys]
         self._folder = folder
         self._served: dict[str, tuple[bytes, bytes]] = {}
-        loop = asyncio.new_event_loop()
-        threading.Thread(target=loop.run_forever, daemon=True).start()
-        asyncio.run_coroutine_threadsafe(self._serve(), loop).result(30)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        asyncio.run_coroutine_threadsafe(self._serve(), self._loop).result(30)
 
     # ---- the attacks: what each returns is printed -----------------------------------------------
     def records(self) -> dict[str, Any]:
@@ -133,7 +139,54 @@ class Hostile:
             swarm.publish(stage_key(self.place.run, 0), hosting, lifetime_s)
         return {"hosts": len(self.keys)}
 
+    def reserves(self) -> dict[str, Any]:
+        """A9: every key leads a replica, says that all peers of stage 1 are in it, and does nothing
+        with those that let it."""
+        run = self.place.run
+        spares = self.place.swarm.read(stage_key(run, 1), StageRecord) or {}
+        held = [
+            asyncio.run_coroutine_threadsafe(self._held(key, spare), self._loop).result(30)
+            for spare in spares
+            for key in self.keys
+        ]
+        return {"spares": len(spares), "held": sum(held)}
+
     # ---- pieces ----------------------------------------------------------------------------------
+    async def _held(self, key: Identity, spare: str) -> bool:
+        """Whether this peer is a member of this key's replica now."""
+        me = key.peer_id
+        letters = RelayedRequests(key, self.place.run, self.place.clock.time)
+        assignment = Assignment(
+            replica=me,
+            epoch=int(time.time()),
+            head=me,
+            members=(me, spare),
+            clients=(False, False),
+            codecs=("int8",),
+            step=0,
+            done=None,
+        )
+        asked = ("reserve", {"stage": 1}), ("assign", assignment.to_facts())
+        for kind, facts in asked:
+            letter, number = letters.write(spare, Frame(kind=kind, replica=me, facts=facts))
+            reply = await self._asked(spare, Frame(kind="letter", letter=letter))
+            if reply.kind != "reply":
+                return False
+            if letters.read_reply(reply.letter, spare, number).kind != "yes":
+                return False
+        return True
+
+    async def _asked(self, peer: str, frame: Frame) -> Frame:
+        p2p = await self.place.dht.replicate_p2p()
+        name = f"dilocox.{self.place.run}.replica"
+        _, reader, writer = await p2p.call_binary_stream_handler(PeerID.from_base58(peer), name)
+        stream = Stream(reader, writer, Traffic())
+        try:
+            await stream.write(encode_prefix_and_header(frame))
+            return await stream.read(NO_TENSORS)
+        finally:
+            stream.abort()
+
     def _tell(self, key: str, claim: ClaimRecord) -> None:
         for swarm in self.swarms:
             swarm.publish(key, claim, self.place.manifest.deadlines.record_lifetime_s)
@@ -207,6 +260,7 @@ ATTACKS: dict[str, Callable[[Hostile], dict[str, Any]]] = {
     "claims": Hostile.claims,
     "rounds": Hostile.rounds,
     "hosts": Hostile.hosts,
+    "reserves": Hostile.reserves,
 }
 
 
@@ -221,7 +275,7 @@ def main() -> None:
         while True:
             try:
                 print(json.dumps(attack(hostile)), flush=True)
-            except (*REFUSED, DilocoxError) as error:  # the swarm goes on meanwhile: the next time
+            except (*REFUSED, DilocoxError, EOFError) as error:  # the swarm goes on: next time
                 print(json.dumps({"failed": repr(error)}), flush=True)
             time.sleep(PAUSE_S)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from dilocox.peer.averaging.proven_heads import PROVEN_ROUNDS
 from dilocox.peer.chain.store import Store
 from dilocox.peer.os_process import Child, start_process
 from dilocox.peer.rounds.record import RoundRecord
@@ -25,6 +26,7 @@ pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 INNER_STEPS, STEP_S = 60, 0.08  # about five seconds a round
 HONEST_S = 40.0
 BEGIN_LIMIT_S = 60.0
+HELD_LIMIT_S = 60.0
 LEAST_SHARE = 0.9 / 2  # of the honest rounds a minute, and a factor of two for busy machines
 
 
@@ -130,3 +132,28 @@ def test_a_run_begins_though_strangers_say_that_they_train_and_come_to_no_group(
     first = min(swarm.peers[0].rounds, key=lambda line: line["round"])
     print(f"the first record is of round {first['round']}, by {first['members']} members")
     swarm.assert_equal_chains()
+
+
+def test_a_replica_heals_though_a_crowd_of_keys_holds_every_spare(
+    start_swarm: StartSwarm,
+) -> None:
+    swarm = start_swarm(stages=2, rounds=fixed_steps(INNER_STEPS))
+    head, member = (swarm.add_peer(stage=stage, step_s=STEP_S) for stage in (0, 1))
+    spare = swarm.add_peer(stage=1, step_s=STEP_S)
+    members = (head, member)
+    swarm.wait_for_rounds(PROVEN_ROUNDS + 1, 180, of=members)
+    if head.of_kind("replica")[-1]["members"][1] == spare.peer_id:
+        member, spare = spare, member
+    with attacked(swarm, "reserves") as attack:
+        swarm.wait(lambda: attack.done[-1]["held"], BEGIN_LIMIT_S, "the spare is a stranger's")
+        swarm.kill(member)
+        killed = time.monotonic()
+        trains = lambda: any(  # noqa: E731
+            spare.peer_id in event["members"]
+            for kind in ("replica", "healed")
+            for event in head.of_kind(kind)
+        )
+        swarm.wait(trains, HELD_LIMIT_S, "the head has the spare")
+        print(f"the head has the spare {time.monotonic() - killed:.0f} s after its member died")
+        last = max(swarm.chain(1))
+        swarm.wait_for_counted(spare, after_round=last, limit_s=60)

@@ -283,11 +283,12 @@ def test_a_member_that_signs_one_abort_after_the_other_fills_nobodys_memory(tmp_
 
 
 def test_who_was_missed_by_the_others_is_left_out_of_the_repeated_attempt(tmp_path: Path) -> None:
-    first, second, third, _ = ballots_of(KEYS[:4], tmp_path)
+    first, second, third, fourth = ballots_of(KEYS[:4], tmp_path)
     votes = [ballots.cast(None, (D,)) for ballots in (first, second, third)]
-    for ballots in (first, second, third):
+    for ballots in (first, second, third, fourth):
         for vote in votes:
             ballots.receive(vote)
+    assert [each.blamed() for each in (first, second, third, fourth)] == [(D,), (D,), (D,), ()]
     stated = [ballots.abort() for ballots in (third, first, second)]
     assert max(map(len, stated)) < 400, "each of them goes to all"
     # in whatever order, and whoever else is there

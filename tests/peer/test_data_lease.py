@@ -51,9 +51,9 @@ class Head(PartLease):
         super().__init__(local_peer(peer, swarm=dht, manifest=manifest), first)
         self._peer, self._dht = peer, dht
 
-    def renew(self, position: int) -> bool:
-        """Whether it reads another part now."""
-        changed = self.settle()
+    def renew(self, position: int, credited: str = "") -> bool:
+        """Whether it reads another part now. credited: heads whose values are in the chain."""
+        changed = self.settle(credited)
         for key, record in self.announcement(position).items():
             assert isinstance(record, PartRecord)
             self._dht.publish(self._peer, key, record)
@@ -235,3 +235,39 @@ def test_who_shared_a_part_takes_a_free_one_at_the_end_of_its_own() -> None:
     sharer.renew(0)
     assert sharer.part == heads[gone].part
     assert sharer.position == 0
+
+
+def test_keys_that_train_nothing_keep_nobody_from_a_part() -> None:
+    """They say that they read every part, under the smallest ids, and from where nobody was."""
+    dht = Dht()
+    honest, strangers = [Head(dht, peer, 8) for peer in "mno"], ("A", "B")
+
+    def held_by_strangers() -> None:
+        for part in range(8):
+            lie = PartRecord(part=part, position=position_of(MOST_EPOCHS - 1))
+            for stranger in strangers:
+                dht.publish(stranger, part_key(RUN, part), lie)
+
+    held_by_strangers()
+    for credited in ("z", "mno"):
+        for lease in honest:
+            lease.renew(0, credited)
+    taken = [lease.part for lease in honest]
+    assert len(set(taken)) == 3
+    for _ in range(5):
+        dht.now += LIFETIME_S / 3
+        held_by_strangers()
+        assert not any(lease.renew(100, "mno") for lease in honest)
+    assert [lease.part for lease in honest] == taken
+    honest[0].finish()
+    assert honest[0].renew(100, "mno") and honest[0].position == 0
+
+
+def test_who_is_new_yields_to_who_was_in_a_record() -> None:
+    large, small = same_first_part(2, 8)[::-1]
+    dht = Dht()
+    new, old = Head(dht, small), Head(dht, large)
+    new.renew(0, large)
+    assert old.renew(0, large) and old.part == new.part
+    assert new.renew(0, large) and new.part != old.part
+    assert not old.renew(0, large)

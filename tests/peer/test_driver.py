@@ -15,6 +15,7 @@ from dilocox.peer.averaging.driver import FROZEN_S, ExchangeDriver
 from dilocox.peer.averaging.events import EventQueue, Voided
 from dilocox.peer.rounds.group import AttemptResult, ExchangeOrder, Plan, TooFew
 from dilocox.peer.rounds.record import SendFacts
+from dilocox.peer.rounds.standing import Standing
 from dilocox.peer.rounds.vote_count import Verdict
 from tests.peer.clocks import TestClock
 from tests.peer.local_peers import MANIFEST, local_peer
@@ -22,6 +23,7 @@ from tests.pipeline.swarms import stage_record
 
 VIEW = SwarmView(me="me")
 WITH_ANOTHER = SwarmView(me="me", stage={"other": stage_record(state="training")})
+AT_HOME = {"other": stage_record(state="training", client_mode=True)}
 TICK_S = 0.1
 FACTS = SendFacts(tokens=10, step_s=0.5, stall_s=0.25)
 
@@ -36,7 +38,7 @@ class World:
         self.orders: list[ExchangeOrder] = []
         self.encoded: list[Plan] = []
         self.encoding: Future[float] = Future()
-        self.alone = True
+        self.alone, self.at_home = True, False
         self.meets_at: dict[int, float] = {}
         self.deadlines = MANIFEST.deadlines
         self.events = EventQueue()
@@ -80,6 +82,7 @@ class World:
         self.clock.now += seconds
         self.see_nobody()
         view = VIEW if self.alone else WITH_ANOTHER
+        view = SwarmView(me="me", stage=AT_HOME) if self.at_home else view
         self.driver.tick(view, meets_at=self.meets_at.get, search_s=0.5)
 
     def tick_for(self, seconds: float) -> None:
@@ -130,15 +133,20 @@ def test_a_send_whose_record_is_here_and_to_be_applied_is_not_encoded_again(worl
     assert len(world.encoded) == plans
 
 
-def test_a_repeated_attempt_waits_for_the_end_of_what_the_first_one_could_take(
+def test_a_repeated_attempt_waits_for_the_others_and_not_for_those_who_are_blamed(
     world: World,
 ) -> None:
+    """It is over when all must know that the first one was void; most know at once."""
     first = world.orders[0].scheduled_at
-    world.answer.set_result(replace(result(Verdict.VOID), limit_s=111.0))
+    world.alone = False
+    world.answer.set_result(replace(result(Verdict.VOID), limit_s=111.0, blamed=("other",)))
     world.tick()
     world.answer = Future()
-    world.tick_for(111.0 + world.deadlines.vote_s)
-    assert world.orders[1].scheduled_at == first + 111.0 + world.deadlines.vote_s
+    world.tick_for(2 * TICK_S)
+    again = world.orders[1]
+    assert again.scheduled_at == first + 111.0 + world.deadlines.vote_s
+    assert again.matchmaking_limit_s > 111.0
+    assert again.blamed == ("other",) and "other" in again.counted
 
 
 def test_the_time_of_an_exchange_is_told_without_the_codec_and_stated_with_it(
@@ -182,8 +190,7 @@ def test_a_run_begins_with_who_comes_where_others_only_say_that_they_train() -> 
     world.alone = False
     for number in range(4):
         if number == 3:  # the chain has begun: it says who must be there
-            last = SimpleNamespace(members=[SimpleNamespace(peer="other")], next_ranks=())
-            world.chain.last_record = last
+            world.chain.last_record = last_record("other")
         world.answer = Future()
         world.answer.set_exception(TooFew("1 member"))
         world.driver.submit(number, FACTS, scheduled_at=world.clock.now, states_taken=0)
@@ -204,11 +211,36 @@ def test_a_group_is_closed_early_only_while_nobody_is_new(
     world = World()
     world.alone = False
     if last is not None:
-        members = [SimpleNamespace(peer=peer) for peer in last]
-        world.chain.last_record = SimpleNamespace(members=members, next_ranks=())
+        world.chain.last_record = last_record(*last)
     world.submit()
     world.tick()
     assert world.orders[0].whole_with == expected
+
+
+@pytest.mark.parametrize(
+    ("last", "at_home", "leaders"),
+    [
+        ((), False, ()),
+        (("gone",), False, ()),
+        (("other",), False, ("other",)),
+        (("other",), True, ()),  # nobody can join it
+    ],
+)
+def test_who_was_in_a_record_gathers_the_group_where_one_of_them_can(
+    last: tuple[str, ...], at_home: bool, leaders: tuple[str, ...]
+) -> None:
+    world = World()
+    world.alone, world.at_home = False, at_home
+    world.chain.last_record = last_record(*last) if last else None
+    world.submit()
+    world.tick()
+    assert world.orders[0].leaders == leaders
+
+
+def last_record(*members: str) -> Any:
+    standings = tuple(Standing(peer=peer, round=0, credited=1) for peer in members)
+    named = [SimpleNamespace(peer=peer) for peer in members]
+    return SimpleNamespace(members=named, standings=standings, next_ranks=())
 
 
 def result(verdict: Verdict, record: bytes | None = None) -> AttemptResult:

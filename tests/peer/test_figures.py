@@ -338,7 +338,12 @@ def test_every_error_is_refused_under_one_of_the_known_names() -> None:
         asyncio.TimeoutError(),
         KeyError(),
     )
-    assert {refusal(error) for error in errors} == set(REFUSALS) - {"vote", "question", "admission"}
+    assert {refusal(error) for error in errors} == set(REFUSALS) - {
+        "vote",
+        "question",
+        "admission",
+        "ticket",
+    }
 
 
 def test_a_download_that_is_refused_is_counted_and_still_raised(service: PeerService) -> None:

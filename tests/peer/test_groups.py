@@ -25,7 +25,7 @@ from dilocox.peer.rounds.group import (
     attempt_times,
 )
 from dilocox.peer.rounds.rank_choice import stage_codec
-from dilocox.peer.rounds.standing import Standing
+from dilocox.peer.rounds.standing import MOST_TOKENS, Standing
 from dilocox.peer.rounds.vote_count import MAX_MEMBERS, may_start
 from tests.peer.members import LAYOUT, template
 from tests.peer.test_ballots import ballots_of
@@ -210,12 +210,35 @@ def test_members_and_parts_are_the_same_whoever_computes_them() -> None:
     assert seen[0].template.next_inner_steps == 25
 
 
-def test_a_member_with_another_plan_or_tokens_beyond_the_cap_stops_the_group() -> None:
-    other = replace(TICKET, plan=replace(PLAN, round=4).key)
-    assert "another plan" in refusal({"a": TICKET, "b": other, "c": TICKET})
-    for tokens in (0, -5, 1001):
-        wrong = replace(TICKET, tokens=tokens)
-        assert f"{tokens} tokens" in refusal({"a": TICKET, "b": wrong, "c": TICKET})
+@pytest.mark.parametrize(
+    "change", [{"plan": replace(PLAN, round=4).key}, {"tokens": 0}, {"tokens": -5}]
+)
+def test_a_member_whose_ticket_makes_no_sense_is_left_out_and_stops_nobody(
+    change: dict[str, Any],
+) -> None:
+    tickets = {"a": TICKET, "b": replace(TICKET, **change), "c": TICKET}
+    for me in "ac":
+        assert [member.peer for member in setup(tickets, me).members] == ["a", "c"]
+    assert "not what it stated" in refusal(tickets, "b")
+
+
+def test_a_member_that_counts_nobody_stops_nobody() -> None:
+    changes: dict[str, Any] = {"last_contributors": ("a", "b", "c")}
+    tickets = {"a": TICKET, "b": replace(TICKET, counted=()), "c": TICKET}
+    assert [member.peer for member in setup(tickets, **changes).members] == ["a", "b", "c"]
+
+
+def test_no_member_counts_much_more_than_the_others_learnt_in_the_same_time() -> None:
+    def counted(*stated: int) -> list[int]:
+        tickets = {
+            peer: replace(TICKET, tokens=each) for peer, each in zip("abcd", stated, strict=False)
+        }
+        return [member.tokens for member in setup(tickets, counted=("a",)).members]
+
+    assert counted(100, 100, 900, 100) == [100, 100, MOST_TOKENS * 100, 100]
+    assert counted(100, 100, 5000, 500) == [100, 100, 1000, 500]  # the cap
+    assert counted(1, 1, 1000, 1000) == [1, 1, 1000, 1000]
+    assert counted(1, 1000) == [1, 1000]  # of two nobody can say who lies
 
 
 def test_a_group_needs_more_than_half_of_those_that_count_in_every_members_view() -> None:
@@ -284,6 +307,15 @@ def test_alone_a_peer_that_can_only_dial_out_averages_its_own_part() -> None:
 
 
 # ---- the repeated attempt ------------------------------------------------------------------------
+def test_nobody_waits_for_whom_the_first_attempt_blames() -> None:
+    """Their record may live on for a while, and they were in the last one."""
+    there: dict[str, Any] = {"last_contributors": ("a", "b", "c")}
+    assert order_of(expected=3, **there).whole_with == 3
+    assert order_of(expected=2, **there).whole_with == 3  # one that sees too few
+    assert order_of(expected=2, blamed=("c",), **there).whole_with == 2
+    assert order_of(expected=None, blamed=("c",), **there).whole_with is None
+
+
 def blaming(identities: list[Identity], folder: Path) -> tuple[list[str], bytes, bytes]:
     """Three members; the first two missed the third."""
     names = [identity.peer_id for identity in identities[:3]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -109,6 +110,29 @@ def test_a_call_that_fails_makes_no_sense_or_takes_too_long_only_means_that_nobo
         assert 0.05 <= time.monotonic() - began < 1.0
 
     asyncio.run(go())
+
+
+def test_a_call_that_fails_as_it_is_cancelled_is_no_fault_of_ours(
+    identities: list[Identity], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def breaks(peer: str) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise ConnectionError(peer) from None
+
+    async def go() -> None:
+        group = live_group(identities, tmp_path, Beating())
+        call = asyncio.create_task(group.call(60.0, breaks, identities[1].peer_id))
+        await asyncio.sleep(0)  # the call begins,
+        await asyncio.sleep(0)  # and what it calls
+        call.cancel()
+        await asyncio.wait([call])
+        del call
+        gc.collect()  # asyncio tells of an exception that nobody took once its task is gone
+
+    asyncio.run(go())
+    assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
 
 
 def test_a_fault_in_what_nobody_waits_for_is_logged(

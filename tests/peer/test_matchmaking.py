@@ -7,11 +7,12 @@ import time
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hivemind.averaging.matchmaking import Matchmaking
 from hivemind.p2p import PeerID, ServicerBase
+from hivemind.proto import averaging_pb2
 from hivemind.utils import get_dht_time
 
 from dilocox.peer.averaging.matchmaking import LEAD_S, PlanKeys, aim, expect, own_time
@@ -74,6 +75,7 @@ class Caller:
     after_s: float = 0.0
     key: str = KEY
     client_mode: bool = False
+    leaders: tuple[int, ...] = ()  # who may gather its group; empty: anybody
 
 
 @dataclass
@@ -112,11 +114,17 @@ async def call(caller: Caller, room: Room, scheduled_at: float, found: Found) ->
         client_mode=caller.client_mode,
     )
     await asyncio.sleep(caller.after_s)
-    aim(matchmaking, caller.key, expected=caller.expects or None, admits=everybody)
+    leaders = [str(peer_id(name)) for name in caller.leaders]
+
+    def may_lead(peer: str) -> bool:
+        return not leaders or peer in leaders
+
+    aim(matchmaking, caller.key, expected=caller.expects or None, may_lead=may_lead)
     began = time.monotonic()
     deadline = scheduled_at + 0.8
+    leads = not caller.client_mode and may_lead(str(me))
     step: Any = SimpleNamespace(
-        scheduled_time=own_time(scheduled_at, get_dht_time(), may_lead=not caller.client_mode),
+        scheduled_time=own_time(scheduled_at, get_dht_time(), may_lead=leads),
         deadline=deadline,
         data_for_gather=str(caller.expects).encode(),
         get_timeout=lambda: max(0.0, deadline - get_dht_time()),
@@ -129,10 +137,32 @@ async def call(caller: Caller, room: Room, scheduled_at: float, found: Found) ->
     )
 
 
-def search(callers: Iterable[Caller]) -> Found:
+class Idle:
+    """One that gathers a group, as the earliest of all whenever one looks, and never begins."""
+
+    target_group_size: int | None = None
+    value = True
+
+    @property
+    def expiration_time(self) -> float:
+        return get_dht_time() + 0.05
+
+    async def rpc_join_group(self, *_: Any) -> AsyncIterator[Any]:
+        accepted: Any = averaging_pb2
+        yield averaging_pb2.MessageFromLeader(code=accepted.ACCEPTED)
+        await asyncio.sleep(10 * AHEAD_S)
+
+
+def search(callers: Iterable[Caller], *, idle: Iterable[int] = ()) -> Found:
+    """idle: the names of those that never begin."""
+
     async def together() -> Found:
         found = Found()
         scheduled_at = get_dht_time() + AHEAD_S
+        for name in idle:
+            found.room.members[peer_id(name)] = each = Idle()  # type: ignore[assignment]
+            key = f"run_stage0_averager-{KEY[:24]}.0b"
+            found.room.declared.setdefault(key, {})[peer_id(name).to_bytes()] = each
         await asyncio.gather(*(call(each, found.room, scheduled_at, found) for each in callers))
         return found
 
@@ -172,6 +202,17 @@ def test_a_group_closes_when_all_that_are_expected_are_in_it(members: list[Calle
     if not any(each.client_mode for each in members):
         assert max(found.seconds.values()) < SOON_S
     assert max(found.seconds.values()) < AHEAD_S
+
+
+@pytest.mark.parametrize("leaders", [(), (1, 2, 3)], ids=["anybody leads", "who was in a record"])
+def test_who_was_in_no_record_gathers_nobody_where_others_can(leaders: tuple[int, ...]) -> None:
+    """Keys that are in no record say that they are the earliest, and never begin."""
+    members = [Caller(name=name, expects=4, leaders=leaders) for name in (4, 1, 3, 2)]
+    found = search(members, idle=(9, 10, 11, 12))
+    if leaders:
+        assert in_one_group(found, (1, 2, 3, 4)) and max(found.seconds.values()) < SOON_S
+    else:
+        assert set(found.groups.values()) == {None}, "so could anybody stop a stage"
 
 
 def test_where_one_does_not_come_the_group_stands_at_its_time() -> None:
@@ -214,6 +255,34 @@ def test_who_asks_earlier_leads() -> None:
     assert (times[0], times[-1]) == (1000.0, 1000.0 + LEAD_S)
 
 
+def test_who_gathered_a_group_that_failed_is_later_for_a_while() -> None:
+    """It may have told each member something else, which nobody can prove."""
+    dht: Any = SimpleNamespace(peer_id=None)
+    keys = PlanKeys(cast("Any", SimpleNamespace(dht=dht, prefix="run_stage0_averager")))
+
+    def groups_of(leader: str, *, committed: bool) -> list[bool]:
+        """It gathers one; whether it is later in each of those that others gather after that."""
+        keys.led_by = leader
+        keys.ended(committed=committed)
+        found: list[bool] = []
+        for _ in range(20):
+            keys.aim(KEY, everybody)
+            found.append(keys.is_later(leader))
+            keys.ended(committed=False)  # nobody was asked
+        return found
+
+    assert groups_of("a", committed=True) == [False] * 20
+    for later in (2, 4, 8, 16):
+        assert groups_of("liar", committed=False) == [True] * later + [False] * (20 - later)
+    keys.led_by = "liar"
+    keys.ended(committed=False)
+    keys.aim(KEY, everybody)
+    assert groups_of("a", committed=False)[:3] == [True, True, False]
+    assert not keys.is_later("liar"), "one of two leads, whatever fails"
+    assert groups_of("liar", committed=True) == [False] * 20
+    assert sum(groups_of("liar", committed=False)) == 2
+
+
 def test_the_pauses_between_searches_grow_and_begin_anew_with_each_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -226,7 +295,7 @@ def test_the_pauses_between_searches_grow_and_begin_anew_with_each_plan(
     room = Room()
     dht: Any = SimpleNamespace(peer_id=None, get=room.get, store=room.store)
     of: Any = SimpleNamespace(dht=dht, prefix="run_stage0_averager")
-    keys = PlanKeys(of, everybody)
+    keys = PlanKeys(of)
 
     async def searches(count: int) -> list[float]:
         pauses.clear()
@@ -234,12 +303,12 @@ def test_the_pauses_between_searches_grow_and_begin_anew_with_each_plan(
             await keys.get_averagers(keys.current_key, only_active=True)
         return [each for each in pauses if each != 0.001]
 
-    keys.aim(KEY)
+    keys.aim(KEY, everybody)
     first = asyncio.run(searches(12))
     assert first[0] == 0.0, "the first one waits for nothing"
     assert first == sorted(first)
     assert 1.0 <= first[-1] <= 3.0
     assert keys.current_key.startswith("run_stage0_averager-abab")
     assert keys.current_key.count(".") == 1, "hivemind splits keys at dots"
-    keys.aim(OTHER_KEY)
+    keys.aim(OTHER_KEY, everybody)
     assert asyncio.run(searches(2)) == first[:2]

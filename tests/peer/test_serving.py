@@ -138,6 +138,9 @@ def test_the_head_that_it_serves_is_shown_and_announced(served: Server) -> None:
     assert not served.loop.fake.told
     served.follower.head = HEAD
     served.role.turn()
+    assert served.loop.fake.status.head == "", "anybody can say that it leads this peer"
+    served.follower.turns.append(lambda: STEPPED)
+    served.role.turn()
     assert served.loop.fake.status.head == HEAD
     assert served.loop.fake.status.members == ()  # it leads none
     served.follower.head = ""

@@ -131,6 +131,76 @@ def test_who_holds_a_peer_for_nothing_leaves_it_to_others(
     assert ask(reservation, "reserve", "B").kind == "yes"
 
 
+@pytest.mark.parametrize("known", [False, True], ids=["any head", "a head that learns goes first"])
+def test_a_crowd_of_keys_holds_a_spare_for_ever_only_where_no_head_goes_first(
+    clock: Clock, known: bool
+) -> None:
+    """Each key reserves the spare, makes it a member of its replica, and nothing comes of it, for
+    which the spare leaves it after a while. The head that learns asks as often as heads do.
+    """
+    spare = Reservation(
+        me="me",
+        stage=1,
+        num_stages=3,
+        clock=clock,
+        proven=lambda: {"A"} if known else (),
+        on_change=lambda: None,
+    )
+    spare.open({})
+    left_at = clock.now
+    for number in range(6000):
+        clock.now += 0.1
+        if clock.now - left_at >= 120.0 and (current := spare.assignment) is not None:
+            spare.take_assignment()
+            spare.leave(current.replica)
+            left_at = clock.now
+        ask(spare, "reserve", f"key{number}")
+        assign(spare, assignment(f"key{number}"))
+        if number % 8 == 7 and ask(spare, "reserve", "A").kind == "yes":
+            assert known and assign(spare, assignment("A")).kind == "yes"
+            return
+    assert not known
+
+
+def test_a_head_that_learns_takes_a_reservation_over_and_who_is_new_waits_for_it(
+    clock: Clock,
+) -> None:
+    proven = set[str]()
+    peer = Reservation(
+        me="me",
+        stage=1,
+        num_stages=3,
+        clock=clock,
+        proven=lambda: proven,
+        turn_s=30.0,
+        on_change=lambda: None,
+    )
+    peer.open({})
+    assert ask(peer, "reserve", "new").kind == "yes"  # nobody is known yet: all are new
+    proven |= {"A", "B"}
+    assert ask(peer, "reserve", "newer").kind == "no"
+    assert ask(peer, "reserve", "A").kind == "yes"
+    assert assign(peer, assignment("new")).kind == "no"
+    assert ask(peer, "reserve", "B").kind == "no"  # of its like the first has it
+    assert ask(peer, "release", "A").kind == "yes"
+    refused = ask(peer, "reserve", "newer")
+    assert (refused.kind, refused.facts["reason"]) == ("no", "heads whose replicas learn go first")
+    clock.now += LEASE_S  # nobody of them asked since
+    assert ask(peer, "reserve", "newer").kind == "yes"
+    assert assign(peer, assignment("newer")).kind == "yes"
+    assert peer.take_assignment() == assignment("newer")
+    assert ask(peer, "reserve", "newest").kind == "no"
+    assert ask(peer, "reserve", "A").kind == "yes"  # its record says that nothing came of that
+    assert (peer.state, peer.released) == ("reserved", True)
+    assert assign(peer, assignment("A")).kind == "yes"
+    assert ask(peer, "reserve", "B").kind == "no"
+    ask(peer, "release", "A")
+    clock.now += 29.0
+    assert ask(peer, "reserve", "newest").kind == "no"  # they may not know that it is free
+    clock.now += 1.0
+    assert ask(peer, "reserve", "newest").kind == "yes"
+
+
 def test_only_a_later_epoch_replaces_an_assignment(reservation: Reservation) -> None:
     ask(reservation, "reserve", "A")
     assign(reservation, assignment(epoch=3))

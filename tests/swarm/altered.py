@@ -19,11 +19,12 @@ import asyncio
 import json
 import mmap
 import os
+import random
 import struct
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -295,12 +296,15 @@ def lie(step_s: float, how: str) -> None:
     how: "sends", ten times the opposite of what was learnt; "reduces", likewise of what the others
     sent, to all alike; "splits", gives half of the others another mean than the other half, and
     does not vote; "leaves", goes away in the middle of every exchange, and comes to the next;
+    "states", what no ticket is, to each group; "leads", gathers every group as the earliest, and
+    gives each member another ticket of its own;
     "intrudes", takes part without being admitted, and takes anybody for admitted.
     """
     from dilocox.compression.group_quantization import GroupCodec
     from dilocox.dht.admission import Admission
+    from dilocox.peer.averaging import averager
     from dilocox.peer.rounds import exchange, shares, signed_means
-    from dilocox.peer.rounds.group import Mean
+    from dilocox.peer.rounds.group import Mean, Ticket
     from dilocox.peer.rounds.group_calls import GroupCalls
 
     pace(step_s)
@@ -336,6 +340,25 @@ def lie(step_s: float, how: str) -> None:
     def admit(self: Admission, peer: str) -> bool:
         return True
 
+    join = averager.StageAverager.rpc_join_group
+
+    def first(scheduled_at: float, now: float, *, may_lead: bool) -> float:
+        return scheduled_at - 0.5
+
+    async def lead(self: averager.StageAverager, request: Any, context: Any) -> AsyncIterator[Any]:
+        loads, dumps = self.serializer.loads, self.serializer.dumps
+        async for message in join(self, request, context):
+            for place, peer in enumerate(message.ordered_peer_ids):
+                if peer == self.peer_id.to_bytes():
+                    nothing, mode, ticket = loads(message.gathered[place])
+                    facts = loads(ticket)
+                    facts[1] = random.randrange(1, 1000)  # tokens
+                    message.gathered[place] = dumps([nothing, mode, dumps(facts)])
+            yield message
+
+    def nonsense(self: Ticket, last: Collection[str]) -> list[object]:
+        return ["what", "no", "ticket", "is"]
+
     async def leave(self: exchange.Attempt) -> bytes | None:
         await asyncio.sleep(3600.0)
 
@@ -348,6 +371,11 @@ def lie(step_s: float, how: str) -> None:
             signed_means.MeanSeal.sign = signing
             GroupCalls.push_mean = split
             GroupCalls.send_votes = GroupCalls.send_words = tell_nobody
+        case "leads":
+            averager.own_time = first
+            averager.StageAverager.rpc_join_group = lead
+        case "states":
+            Ticket.pack = nonsense
         case "intrudes":
             Admission.admits = admit
         case _:

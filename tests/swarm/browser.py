@@ -20,6 +20,8 @@ from html import unescape
 from pathlib import Path
 from typing import Any
 
+from PIL import Image, ImageChops
+
 FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -78,6 +80,17 @@ def screenshot(
     """Draw a page into a PNG file; the lines of its console. `within` as for `show`."""
     size = f"--window-size={width},{height}"
     return _run(url, f"--screenshot={file}", size, *flags, within=within)[1]
+
+
+def cropped(file: Path, margin: int = 24) -> Image.Image:
+    """A drawn page without the empty rows at its end; the file, too, has them no more."""
+    image = Image.open(file).convert("RGB")
+    back = Image.new("RGB", image.size, image.getpixel((0, image.height - 1)))  # type: ignore[arg-type]
+    box = ImageChops.difference(image, back).getbbox()
+    bottom = image.height if box is None else min(image.height, box[3] + margin)
+    image = image.crop((0, 0, image.width, bottom))
+    image.save(file)
+    return image
 
 
 def _run(url: str, *flags: str, within: Sequence[str] = ()) -> tuple[str, tuple[str, ...]]:

@@ -68,7 +68,8 @@ def test_nothing_of_a_showcase_outlives_it(tmp_path: Path) -> None:
     try:
         wait_until(lambda: "stages train" in log.read_text(), START_LIMIT_S)
         hosts = [name for name in namespaces.existing() if f"-{script.pid}-" in name]
-        assert all(namespaces.processes(name) for name in hosts[:5]), "those of four peers"
+        busy = [name for name in hosts if namespaces.processes(name)]
+        assert len(busy) == 6, "the bootstrap's, the monitor's, and those of four peers"
         script.terminate()
         assert script.wait(LEAVE_LIMIT_S) == 1, "it did not come to its promises"
     finally:

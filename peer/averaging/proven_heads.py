@@ -1,0 +1,39 @@
+"""Heads whose replicas learn, as far as peers of other stages can see: they go first where several
+want the same spare (pipeline/reservation.py).
+
+A head is in the records of stage 0 alone, which peers of other stages do not keep. But those that
+train with it are in theirs, and say in the DHT, signed, whose replica they are in. Keys that never
+trained anything have nobody of whom the chain says that, however many they are; who is new has
+after a few rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dilocox.dht.records import StageRecord
+from dilocox.peer.rounds.record import RoundRecord
+from dilocox.peer.rounds.standing import FORGOTTEN_ROUNDS
+
+PROVEN_ROUNDS = 3  # a spare may bring what it learnt before into the first one with a new head
+
+
+class ProvenHeads:
+    """Attributes: peers, the ids of the heads; set whole, so that any thread may read it."""
+
+    def __init__(self) -> None:
+        self.peers: frozenset[str] = frozenset()
+        self._seen = ""  # digest of the record before the newest one that was looked at
+        self._rounds: dict[str, tuple[int, int]] = {}  # how many, and the last one, by head
+
+    def see(self, newest: RoundRecord | None, hosts: Mapping[str, StageRecord]) -> None:
+        """Look at the newest record of this peer's stage; `hosts`: what its peers say now."""
+        if newest is None or newest.previous == self._seen:
+            return
+        self._seen, now = newest.previous, newest.round
+        members = [hosts[each.peer] for each in newest.contributions if each.peer in hosts]
+        for head in {each.replica for each in members} - {""}:
+            self._rounds[head] = self._rounds.get(head, (0, 0))[0] + 1, now
+        kept = {h: each for h, each in self._rounds.items() if each[1] > now - FORGOTTEN_ROUNDS}
+        self._rounds = kept
+        self.peers = frozenset(h for h, (count, _) in kept.items() if count >= PROVEN_ROUNDS)

@@ -1,0 +1,86 @@
+"""How many tokens a record may say, whoever voted for it: what a peer takes that was not there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dilocox.dht.identity import Identity
+from dilocox.peer.chain.record_check import RecordCheck
+from dilocox.peer.rounds.ballots import Ballot, certificate
+from dilocox.peer.rounds.group import tokens_cap
+from dilocox.peer.rounds.record import Contribution, RecordRefused, RoundRecord, digest_of
+from dilocox.peer.rounds.standing import MOST_TOKENS
+from dilocox.peer.rounds.vote_count import Vote
+from tests.peer.kept_chains import RUN, ChainMaker, manifest_of
+
+CAP = tokens_cap(manifest_of())
+
+
+@pytest.fixture
+def maker(identities: list[Identity], tmp_path: Path) -> ChainMaker:
+    maker = ChainMaker(identities[0], tmp_path, manifest_of())
+    maker.train(0)
+    return maker
+
+
+def take(maker: ChainMaker, group: list[Identity], tokens: list[int], *, more: int = 0) -> None:
+    """Take a record after the maker's, in all else sound, that this group made and voted for: its
+    members state so many tokens, the chain counts `more`.
+    """
+    names = tuple(each.peer_id for each in group)
+    members = tuple(Contribution(peer=n, tokens=t) for n, t in zip(names, tokens, strict=True))
+
+    def by_all(record: RoundRecord) -> RoundRecord:
+        parts = tuple(replace(p, reducer=names[0], contributors=names) for p in record.parts)
+        counted = record.chain_tokens - record.tokens + sum(tokens) + more
+        return replace(record, members=members, parts=parts, chain_tokens=counted)
+
+    maker.train(1, change=by_all)
+    data = maker.log.read_bytes(1)
+    assert data is not None
+    maker.log.drop_from(1)
+    digest = digest_of(data)
+    ballot = Ballot(run=RUN, stage=0, round=1, attempt=0, group=b"g", members=names)
+    votes = [ballot.sign(Vote(voter=each.peer_id, digest=digest), each) for each in group]
+    proof = certificate(ballot, votes, digest)
+    RecordCheck(RUN, 0, maker.manifest, maker.layout).record(data, proof)
+    maker.log.append(data, proof)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [10, 10, 10],
+        [10, 10, MOST_TOKENS * 10],
+        [1, CAP],  # of two nobody can say who lies
+        [CAP, CAP, CAP],
+    ],
+)
+def test_what_members_can_have_learnt_from_is_taken(
+    maker: ChainMaker, identities: list[Identity], tokens: list[int]
+) -> None:
+    group = sorted(identities, key=lambda each: each.peer_id)[: len(tokens)]
+    take(maker, group, tokens)
+    assert maker.log.head().chain_tokens == 10 + sum(tokens)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "more", "why"),
+    [
+        ([10, 10, MOST_TOKENS * 10 + 1], 0, "more than 80 tokens"),  # than the others in its time
+        ([CAP + 1], 0, f"more than {CAP} tokens"),  # than can be unsent
+        ([CAP, CAP, CAP + 1], 0, f"more than {CAP} tokens"),
+        ([10, 10, 10], 1, "miscounts the tokens"),
+        ([10, 10, 10], 10**6, "miscounts the tokens"),
+    ],
+)
+def test_more_than_members_can_have_learnt_from_is_refused(
+    maker: ChainMaker, identities: list[Identity], tokens: list[int], more: int, why: str
+) -> None:
+    group = sorted(identities, key=lambda each: each.peer_id)[: len(tokens)]
+    with pytest.raises(RecordRefused, match=why):
+        take(maker, group, tokens, more=more)
+    assert maker.log.head().round == 0

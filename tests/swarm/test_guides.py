@@ -51,7 +51,7 @@ WATCHED = {
 }
 OPERATED = {
     "operator": {"A second bootstrap", "Change, pause and end a run"},
-    "volunteer": {"Ports", "Limits", "Pause", "See what you gave"},
+    "volunteer": {"Ports", "Limits", "Pause", "Your name", "See what you gave"},
 }
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(900)]

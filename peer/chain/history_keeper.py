@@ -126,10 +126,9 @@ class HistoryKeeper:
             live = (self._follows or begins) and len(new) <= LIVE_ROUNDS
             self._follows |= claimed
             at = self._now() if live else None
-            before = self._history.newest(1)
+            speed = self._speed(new[-1], at) if new and at is not None else None
             for each in new:
-                # the throughput of those that are found together is that of the last one's row
-                self._commit(each, at, before if each is new[-1] else [])
+                self._commit(each, at, speed)
             self._fill()
 
     def revise(self, manifest: Manifest) -> None:
@@ -144,18 +143,22 @@ class HistoryKeeper:
         known = row is not None and claim.digest.startswith(row.digest)
         return not known and self._history.counts(claim.rules, claim.round)
 
-    def _commit(self, claim: ClaimRecord, at: float | None, before: list[HistoryRow]) -> None:
-        """before: the row since which a throughput is told, if one is."""
+    def _speed(self, newest: ClaimRecord, at: float) -> float | None:
+        """Tokens a second since the row before, of all rounds that are found together with this
+        newest one."""
+        for row in self._history.newest(1):
+            if row.at is not None and at >= row.at + LEAST_S:
+                return round(max(0, newest.chain_tokens - row.tokens) / (at - row.at), 2)
+        return None
+
+    def _commit(self, claim: ClaimRecord, at: float | None, speed: float | None) -> None:
         digest = claim.digest[:SHORT_DIGEST]
         row = HistoryRow(claim.round, claim.rules, digest, None, claim.chain_tokens)
         if at is not None:
-            row = row._replace(at=round(at, 2), voids=int(self._voids))
+            row = row._replace(at=round(at, 2), voids=int(self._voids), tokens_per_s=speed)
             self._voids -= int(self._voids)
             if self._present is not None:
                 row = row._replace(peers=self._present[0], replicas=self._present[1])
-            if before and before[0].at is not None and at >= before[0].at + LEAST_S:
-                tokens = max(0, row.tokens - before[0].tokens)
-                row = row._replace(tokens_per_s=round(tokens / (at - before[0].at), 2))
         self._sizes.setdefault(claim.round, {})[0] = claim.record_bytes
         self._history.add(row)
 

@@ -58,9 +58,10 @@ class HistoryRow(NamedTuple):
 
     round: -1 for the initial weights. rules: as in the record. digest: how that of stage 0's record
     begins. at: when it came, run time in seconds. tokens: of the whole chain of stage 0. train,
-    validation: medians of what heads stated, nats a token. tokens_per_s: the round's tokens over
-    the time since the one before. peers, replicas: in view when it came. record_bytes: of the
-    records of all stages. voids: void rounds that peers told since the row before.
+    validation: medians of what heads stated, nats a token. tokens_per_s: of the rounds that were
+    found together with it, since those before. peers, replicas: in view when it came.
+    record_bytes: of the records of all stages. voids: void rounds that peers told since the row
+    before.
     """
 
     round: Annotated[int, Field(ge=-1, le=2**53)]

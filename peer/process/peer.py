@@ -420,9 +420,8 @@ def _take_part(options: PeerOptions, joined: Joined, folder: StateFolder, stop: 
                 with served(*at, pages, answer=page.answer, query=page.query), watch:
                     assembly.trainer.run()
             except Move as move:
-                announce_joining(
-                    joined, options, move.stage
-                )  # or another one would move there, too
+                # or another one would move there, too
+                announce_joining(joined, options, move.stage)
                 raise
             finally:
                 assembly.coordinator.close()

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hivemind.p2p import PeerID
+from hivemind.p2p import P2PDaemonError, PeerID
 
 from dilocox.dht.errors import DilocoxError
 from dilocox.dht.identity import Identity
@@ -144,12 +144,13 @@ class Hostile:
         with those that let it."""
         run = self.place.run
         spares = self.place.swarm.read(stage_key(run, 1), StageRecord) or {}
-        held = [
-            asyncio.run_coroutine_threadsafe(self._held(key, spare), self._loop).result(30)
-            for spare in spares
-            for key in self.keys
-        ]
-        return {"spares": len(spares), "held": sum(held)}
+        held = 0
+        for spare in spares:
+            for key in self.keys:
+                asked = asyncio.run_coroutine_threadsafe(self._held(key, spare), self._loop)
+                with suppress(P2PDaemonError, EOFError, *REFUSED):  # it is gone, say
+                    held += asked.result(30)
+        return {"spares": len(spares), "held": held}
 
     # ---- pieces ----------------------------------------------------------------------------------
     async def _held(self, key: Identity, spare: str) -> bool:
@@ -275,7 +276,7 @@ def main() -> None:
         while True:
             try:
                 print(json.dumps(attack(hostile)), flush=True)
-            except (*REFUSED, DilocoxError, EOFError) as error:  # the swarm goes on: next time
+            except (*REFUSED, DilocoxError) as error:  # the swarm goes on meanwhile: the next time
                 print(json.dumps({"failed": repr(error)}), flush=True)
             time.sleep(PAUSE_S)
 

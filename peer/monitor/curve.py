@@ -68,20 +68,9 @@ class Curve:
             self.told = max(self.told, row.round)
         self._thin()
 
-    def see(
-        self,
-        number: int,
-        *,
-        tokens: int | None = None,
-        at: float | None = None,
-        train: float | None = None,
-        validation: float | None = None,
-        peers: int | None = None,
-    ) -> None:
+    def see(self, seen: Point) -> None:
         """What this monitor saw of a round, or heard of its losses."""
-        loss = validation
-        seen = Point(number, tokens, at, train, loss, loss, loss, peers=peers)
-        self.points[number] = seen.over(self._at(number))
+        self.points[seen.round] = seen.over(self._at(seen.round))
         self._thin()
 
     def go_back(self, last: int) -> None:

@@ -33,7 +33,7 @@ from dilocox.peer.chain.round_history import HistoryRow
 from dilocox.peer.chain.stated import LIVE_ROUNDS, ROUNDS_AHEAD, more_voids, stated_losses
 from dilocox.peer.chain.summary import ChainRound, Stated, token_seconds_by_peer, tokens_by_peer
 from dilocox.peer.monitor.chains import DETAILED, Walk
-from dilocox.peer.monitor.curve import Curve
+from dilocox.peer.monitor.curve import Curve, Point
 from dilocox.peer.monitor.events import EventLog
 from dilocox.peer.monitor.look import SwarmLook
 
@@ -309,7 +309,7 @@ class SwarmHistory:
             if each.digest in chain.known:  # else what it led to does not count
                 at = chain.times.get(each.round)
                 peers = None if at is None else len(self.present)
-                self.curve.see(each.round, tokens=each.chain_tokens, at=at, peers=peers)
+                self.curve.see(Point(each.round, each.chain_tokens, at, peers=peers))
 
     def told(self, rows: Iterable[HistoryRow], manifest: Manifest) -> None:
         """Take in what bootstraps keep of the run's rounds."""
@@ -418,9 +418,10 @@ class SwarmHistory:
         stated = stated_losses(replicas, self._counts)
         self.losses_not_finite = stated.not_finite
         for number, loss in stated.train.items():
-            self.curve.see(number, train=loss)
+            self.curve.see(Point(number, train=loss))
         for number, loss in stated.validation.items():
-            self.curve.see(number, validation=loss, tokens=0 if number < 0 else None)
+            tokens = 0 if number < 0 else None
+            self.curve.see(Point(number, tokens, validation=loss, low=loss, high=loss))
 
     def _fault(self, at: float, text: str) -> None:
         self.events.add(at, "fault", cut(text))

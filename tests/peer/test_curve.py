@@ -6,7 +6,7 @@ import random
 from itertools import pairwise
 
 from dilocox.peer.chain.round_history import HistoryRow
-from dilocox.peer.monitor.curve import MAX_POINTS, WHOLE, Curve, Point
+from dilocox.peer.monitor.history import MAX_POINTS, WHOLE, Curve, Point
 
 ROUNDS = 100_000
 

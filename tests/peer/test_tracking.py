@@ -15,7 +15,7 @@ import pytest
 from dilocox.dht.errors import InvalidInput
 from dilocox.peer.chain.round_history import HistoryRow
 from dilocox.peer.monitor import tracking
-from dilocox.peer.monitor.curve import Curve, Point
+from dilocox.peer.monitor.history import Curve, Point
 from dilocox.peer.monitor.tracking import SETTLED, TensorBoard, Tracker, Wandb
 from tests.peer.fabricated import RUN
 

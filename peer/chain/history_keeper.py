@@ -64,7 +64,7 @@ class HistoryKeeper:
         self._sizes: dict[int, dict[int, int]] = {}  # bytes of records by round and stage
         self._voids_of: dict[str, int] = {}
         self._voids = 0.0  # that no row has yet
-        self._present: tuple[int, int] | None = None  # peers and replicas
+        self._present: tuple[int | None, int | None] = (None, None)  # peers and replicas
 
     def page(self, after: int) -> Source:
         """What is given of the rounds after this one."""
@@ -97,8 +97,8 @@ class HistoryKeeper:
         ]
         stated = stated_losses(leading)
         with self._lock:
-            self._train |= stated.train
-            self._validation |= stated.validation
+            self._train |= {number: round(loss, 5) for number, loss in stated.train.items()}
+            self._validation |= {n: round(loss, 5) for n, loss in stated.validation.items()}
             for stage, claim in claims.items():
                 self._sizes.setdefault(claim.round, {})[stage] = claim.record_bytes
             for table in (self._train, self._validation, self._sizes):
@@ -152,13 +152,12 @@ class HistoryKeeper:
         return None
 
     def _commit(self, claim: ClaimRecord, at: float | None, speed: float | None) -> None:
-        digest = claim.digest[:SHORT_DIGEST]
+        digest, (peers, replicas) = claim.digest[:SHORT_DIGEST], self._present
         row = HistoryRow(claim.round, claim.rules, digest, None, claim.chain_tokens)
         if at is not None:
-            row = row._replace(at=round(at, 2), voids=int(self._voids), tokens_per_s=speed)
+            row = row._replace(at=round(at, 2), tokens_per_s=speed, peers=peers, replicas=replicas)
+            row = row._replace(voids=int(self._voids))
             self._voids -= int(self._voids)
-            if self._present is not None:
-                row = row._replace(peers=self._present[0], replicas=self._present[1])
         self._sizes.setdefault(claim.round, {})[0] = claim.record_bytes
         self._history.add(row)
 
@@ -167,10 +166,9 @@ class HistoryKeeper:
         for age, row in enumerate(reversed(self._history.newest(OPEN_ROUNDS))):
             sizes = self._sizes.get(row.round, {})
             told = len(sizes) == self._stages or age >= SIZED_AFTER
-            train, validation = self._train.get(row.round), self._validation.get(row.round)
             known = row._replace(
-                train=None if train is None else round(train, 5),
-                validation=None if validation is None else round(validation, 5),
+                train=self._train.get(row.round),
+                validation=self._validation.get(row.round),
                 record_bytes=sum(sizes.values()) if sizes and told else None,
             )
             if (filled := row.filled(known)) != row:

@@ -24,7 +24,7 @@ from typing import Any
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.files import make_folder, write_atomically
 from dilocox.peer.chain.round_history import FIRST, HistoryRow
-from dilocox.peer.monitor.curve import WHOLE, Curve, Point
+from dilocox.peer.monitor.history import WHOLE, Curve, Point
 
 NOTE = "tracked.json"
 SETTLED = 3  # rounds after which no more is expected to be known of one

@@ -145,7 +145,7 @@ class Assembly:
             num_stages=manifest.stages,
             proven=lambda: self.coordinator.proven_heads.peers,
             turn_s=manifest.deadlines.record_lifetime_s,
-            on_change=self._wake,
+            on_change=lambda: self.network.wake(),  # noqa: PLW0108 - the loop looks at once
         )
         batch = manifest.batch
         self._shape = (batch.microbatch_size, batch.sequence_length, hidden_size(manifest.model))
@@ -178,10 +178,6 @@ class Assembly:
         )
         reporter.on_event, reporter.on_status = self.metrics.on_event, self.metrics.on_status
         self.trainer = self._trainer()
-
-    def _wake(self) -> None:
-        """A head left an order: the loop should look at once."""
-        self.network.wake()
 
     def _answer(self, peer: str, request: Frame) -> Frame:
         """To a head that asks for this peer; in the network thread."""

@@ -272,15 +272,26 @@ class Resting:
         write_atomically(self._status, json.dumps(known).encode(), durable=False)
 
 
-# In the names and labels of metrics.py, whose imports would take the memory of a peer.
-_Spec = MetricSpec[Resting]
-METRICS = (
-    _Spec(
+ALWAYS: tuple[MetricSpec[Any], ...] = (
+    MetricSpec(
         "build_info",
         "What runs here.",
         lambda p: {(__version__, PROTOCOL_VERSION, p.run[:RUN_LABEL]): 1},
         ("version", "protocol", "run"),
     ),
+    MetricSpec(
+        "month_traffic_bytes",
+        "Sent and received in this calendar month (UTC).",
+        lambda p: p.allowance.used_bytes,
+    ),
+    MetricSpec("month_traffic_limit_bytes", "Its limit.", lambda p: p.allowance.limit_bytes),
+)
+"""Of a peer that trains, too: of whatever has its run and its allowance."""
+
+# In the names and labels of metrics.py, whose imports would take the memory of a peer.
+_Spec = MetricSpec[Resting]
+METRICS = (
+    *ALWAYS,
     _Spec("ready", "Whether this peer takes part in the run.", lambda _: 0),
     _Spec("peer_state", "Where this peer is.", lambda _: one_of("resting", STATES), ("state",)),
     _Spec(
@@ -290,12 +301,6 @@ METRICS = (
         ("reason",),
     ),
     _Spec("resting_until_timestamp_seconds", "When it goes on.", lambda p: p.rest and p.rest.until),
-    _Spec(
-        "month_traffic_bytes",
-        "Sent and received in this calendar month (UTC).",
-        lambda p: p.allowance.used_bytes,
-    ),
-    _Spec("month_traffic_limit_bytes", "Its limit.", lambda p: p.allowance.limit_bytes),
 )
 
 

@@ -56,9 +56,7 @@ def pinned(manifest: Manifest) -> Manifest:
 
 def archive_initial(state: Path, run: str, manifest: Manifest) -> None:
     """Put the initial weights of each stage where a bootstrap's archive gives them to others; what
-    is there stays.
-
-    Raises: see `Checkpoint.stage`; EnvironmentFault if the disk is full.
+    is there stays. Raises as `Checkpoint.stage`, EnvironmentFault if the disk is full.
     """
     for stage in range(len(manifest.initial.anchors)):
         folder = archive_folder(state, run, manifest) / f"stage{stage}" / INITIAL_NAME

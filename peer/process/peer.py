@@ -2,10 +2,8 @@
 
 The order matters. The DHT process and the averaging process are forked first, from the main thread
 and before CUDA is touched; the manifest comes through the first and shapes the second. Then the
-model is built, the last snapshot loaded, the coordinator's thread started, and training begins.
-
-`Assembly` puts the parts together: the thread that deals with the swarm, the network of the
-replica, and the loop that trains.
+model is built, the last snapshot loaded, the coordinator's thread started, and training begins:
+`Assembly` puts these parts together.
 """
 
 from __future__ import annotations
@@ -77,14 +75,9 @@ logger = logging.getLogger(__name__)
 
 
 class Assembly:
-    """The parts of one peer that train, after everything is forked.
-
-    Attributes:
-        coordinator: the thread that deals with the swarm, not started yet.
-        network: the thread that deals with the replica, not started yet.
-        trainer: the loop; to be run while both threads run.
-        metrics: what can be asked of this peer over HTTP.
-        allowance: what its volunteer allows it, of which the metrics tell.
+    """The parts of one peer that train, after everything is forked: `coordinator` and `network`,
+    two threads that are not started yet, `trainer`, the loop that is to be run while both run, and
+    `metrics` and `allowance`, of which its pages tell.
     """
 
     def __init__(

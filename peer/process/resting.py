@@ -73,10 +73,8 @@ class Allowance:
         machine: Machine | None = None,
     ):
         """clock: seconds since the epoch. local: the local time of such seconds. working: whether
-        the peer trains now. machine: what others use, where that matters.
-
-        Raises:
-            EnvironmentFault: the file of the traffic is damaged.
+        the peer trains now. machine: what others use, where that matters. Raises EnvironmentFault
+        where the file of the traffic is damaged.
         """
         self._options = options
         self._clock = clock
@@ -320,10 +318,8 @@ def _last_place(options: PeerOptions) -> tuple[str, Path]:
 
 # ---- the commands --------------------------------------------------------------------------------
 def pause(state: Path) -> str:
-    """Let the peer of this folder rest until `resume`; what to tell the volunteer.
-
-    Raises:
-        InvalidInput: no peer's folder. EnvironmentFault: it cannot be written.
+    """Let the peer of this folder rest until `resume`; what to tell the volunteer. Raises
+    InvalidInput where it is no peer's, EnvironmentFault where it cannot be written.
     """
     folder = _checked(state)
     if folder.paused:

@@ -9,7 +9,8 @@ import asyncio
 import hashlib
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,13 +85,21 @@ def manifest(run_yaml: Path) -> Manifest:
     return checked_manifest(run_yaml)
 
 
-@pytest.fixture
-def away(run_yaml: Path) -> Iterator[Path]:
+@contextmanager
+def out_of_reach(run_yaml: Path) -> Generator[Path]:
     """The checkpoint is where nobody looks for it."""
     here = run_yaml.parent / "checkpoint"
     away = here.rename(run_yaml.parent / "away")
-    yield away
-    away.rename(here)
+    try:
+        yield away
+    finally:
+        away.rename(here)
+
+
+@pytest.fixture
+def away(run_yaml: Path) -> Iterator[Path]:
+    with out_of_reach(run_yaml) as away:
+        yield away
 
 
 @pytest.fixture
@@ -216,24 +225,18 @@ def test_who_lacks_the_checkpoint_takes_the_same_bytes_from_the_bootstrap(
     manifest: Manifest, tmp_path: Path, run_yaml: Path
 ) -> None:
     kept = archive(tmp_path / "bootstrap", manifest)
-    here = run_yaml.parent / "checkpoint"
-    away = here.rename(run_yaml.parent / "elsewhere")
-    try:
-        joiner = Joiner(tmp_path / "peer", manifest, **{BOOTSTRAP: kept.find})
+    joiner = Joiner(tmp_path / "peer", manifest, **{BOOTSTRAP: kept.find})
+    with out_of_reach(run_yaml):
         assert joiner.begin() == (-1, manifest.root)
-    finally:
-        away.rename(here)
     assert anchor_sha256(joiner.anchor) == manifest.initial.anchors[0]
     assert not joiner.momentum.any()
     assert not list((tmp_path / "peer").glob("incoming/*"))
 
 
 def test_a_bootstrap_that_serves_others_first_is_waited_for(
-    manifest: Manifest, tmp_path: Path, away: Path
+    manifest: Manifest, tmp_path: Path, run_yaml: Path
 ) -> None:
-    away.rename(Path(manifest.initial.source))
     kept = archive(tmp_path / "bootstrap", manifest)
-    Path(manifest.initial.source).rename(away)
     joiner = Joiner(tmp_path / "peer", manifest, **{BOOTSTRAP: kept.find})
     asked = list[float]()
 
@@ -243,7 +246,8 @@ def test_a_bootstrap_that_serves_others_first_is_waited_for(
             raise PeerBusy("8 downloads are served at once")
 
     joiner.swarm.before = before
-    assert joiner.begin(wait_s=3.0) == (-1, manifest.root)
+    with out_of_reach(run_yaml):
+        assert joiner.begin(wait_s=3.0) == (-1, manifest.root)
     assert asked[-1] - asked[0] > 5.0, "longer than it waits for somebody who has them"
 
 

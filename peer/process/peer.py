@@ -43,10 +43,10 @@ from dilocox.peer.memory_and_disk import (
 )
 from dilocox.peer.options import PeerOptions
 from dilocox.peer.os_process import RESTART_AFTER_S, StopRequested, StopSignal, start_again
-from dilocox.peer.process.initial_weights import InitialWeights
+from dilocox.peer.process.initial_weights import load_initial
 from dilocox.peer.process.metrics import PeerMetrics
 from dilocox.peer.process.prepare import StageNeeds, check_disk, held_out, local_model, open_corpus
-from dilocox.peer.process.resting import Allowance, RestWatch
+from dilocox.peer.process.resting import Allowance, rest_watch
 from dilocox.peer.process.run_tokenizer import reachable_tokenizer
 from dilocox.peer.process.starting_stage import announce_joining, chosen_stage
 from dilocox.peer.rounds.outer_step import anchor_sha256
@@ -98,7 +98,7 @@ class Assembly:
             local.snapshots, layout=layout.digest, period_s=60 * local.options.snapshot_minutes
         )
         local.open_log().drop_damaged(applied=snapshots.round)
-        start = InitialWeights(local).load if manifest.initial.anchors else None
+        start = partial(load_initial, local) if manifest.initial.anchors else None
         self._model = local_model(
             manifest,
             stage,
@@ -403,7 +403,7 @@ def _take_part(options: PeerOptions, joined: Joined, folder: StateFolder, stop: 
             assembly.coordinator.start()
             try:
                 pages = assembly.metrics.pages()
-                watch = RestWatch(assembly.allowance, joined.dht.carried_bytes, stop)
+                watch = rest_watch(assembly.allowance, joined.dht.carried_bytes, stop)
                 page = assembly.allowance.page()
                 at = options.metrics_host, options.metrics_port
                 with served(*at, pages, answer=page.answer, query=page.query), watch:

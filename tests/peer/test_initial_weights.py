@@ -46,7 +46,7 @@ from dilocox.peer.chain.store import (
 from dilocox.peer.chain.uploads import Source, open_state
 from dilocox.peer.commands.export import CheckpointDraft
 from dilocox.peer.commands.operate import checked_manifest
-from dilocox.peer.process.initial_weights import InitialWeights, archive_initial
+from dilocox.peer.process.initial_weights import archive_initial, load_initial
 from dilocox.peer.rounds.outer_step import anchor_sha256
 from dilocox.pipeline.checkpoint import Checkpoint
 from dilocox.pipeline.stage import (
@@ -129,8 +129,7 @@ class Joiner:
         self.swarm = MemorySwarm(**finds)
         self.claims: dict[str, Any] = {}
         place = self.swarm.place(manifest, lambda _: self.claims)
-        address = f"/ip4/127.0.0.1/tcp/1/p2p/{BOOTSTRAP}"
-        options = SimpleNamespace(invite=SimpleNamespace(bootstraps=[address]))
+        options = SimpleNamespace(invite=SimpleNamespace(peer_ids=(BOOTSTRAP,)))
         self.layout = stage_layout(manifest, 0)
         self.local = cast(
             "LocalPeer",
@@ -144,7 +143,7 @@ class Joiner:
 
     def begin(self, wait_s: float = 20.0) -> tuple[int, str]:
         self.momentum.zero_()
-        return InitialWeights(self.local, wait_s=wait_s).load(self.anchor, self.momentum)
+        return load_initial(self.local, self.anchor, self.momentum, wait_s=wait_s)
 
 
 def test_the_manifest_pins_configuration_tokenizer_and_weights(manifest: Manifest) -> None:

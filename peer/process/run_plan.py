@@ -1,11 +1,9 @@
-"""What a run will do on given machines and links, before anybody starts it.
+"""What a run will do on given machines and links, before anybody starts it: an operator chooses
+stages, H and codec before there is anything to measure.
 
-What: a `RunPlan` tells of a manifest and of `Machines` whether it fits, its bytes, its seconds, its
-speed, what holds it up, and what AllReduce, OpenDiLoCo and DiLoCoX would do there.
-Why: an operator chooses stages, H and codec before there is anything to measure.
-How: sums over what the product itself says: the stages' needs (prepare.py), the arrangement of a
-group (rounds/grid.py), the codecs' bytes, the window of a pipeline. docs/plan.md has every formula,
-its source and what it leaves out; benchmarks/plan.py prints it beside measured swarms.
+`RunPlan` sums over what the product itself says: the stages' needs (prepare.py), the arrangement of
+a group (rounds/grid.py), the codecs' bytes, the window of a pipeline. docs/plan.md has every
+formula, its source and what it leaves out; benchmarks/plan.py prints it beside measured swarms.
 """
 
 from __future__ import annotations

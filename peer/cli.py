@@ -12,41 +12,19 @@ import copy
 import importlib
 import inspect
 import os
-from collections.abc import Callable
-from dataclasses import MISSING, fields
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, Field, fields
 from typing import Annotated, Any, NoReturn, cast, get_args, get_type_hints
 
 import typer
+from annotated_types import Ge, Le
 from typer.models import ParameterInfo
 
 from dilocox import __version__
 from dilocox.dht.errors import DilocoxError
 from dilocox.dht.files import system_fault
-from dilocox.peer.operator_options import InitOptions, PlanOptions, PushOptions
-from dilocox.peer.options import (
-    AdmitOptions,
-    AdmittedOptions,
-    BootstrapOptions,
-    DemoOptions,
-    DoctorOptions,
-    EndRunOptions,
-    ExportOptions,
-    GenerateOptions,
-    LogOptions,
-    MonitorOptions,
-    PauseOptions,
-    PauseRunOptions,
-    PeerOptions,
-    ReadFrom,
-    ResumeOptions,
-    ResumeRunOptions,
-    ReviseOptions,
-    RevokeOptions,
-    RollbackOptions,
-    RotateOptions,
-    ServeOptions,
-    VerifyOptions,
-)
+from dilocox.peer import options
+from dilocox.peer.options import ReadFrom
 from dilocox.peer.os_process import PREFIX, end_process, leave_at_once, line_start, set_up_logging
 
 app = typer.Typer(
@@ -76,7 +54,7 @@ def _common(
 
 
 # ---- from a dataclass to a command line ----------------------------------------------------------
-def command(group: typer.Typer, name: str, options: Any, function: str) -> None:
+def command(group: typer.Typer, name: str, kind: Any, function: str) -> None:
     """Make a command of a dataclass: its fields are the command's arguments and options, its
     docstring is the command's help.
 
@@ -86,72 +64,81 @@ def command(group: typer.Typer, name: str, options: Any, function: str) -> None:
 
     def called(**given: Any) -> None:
         set_up_logging(given.get("log_level", "warning"))  # the first that may find a fault
-        read = {field: readers[field](value) for field, value in given.items()}
+        read = {
+            field: readers[field](value) if value is not None and field in readers else value
+            for field, value in given.items()
+        }
         module, _, attribute = function.partition(":")
         run = getattr(importlib.import_module(f"dilocox.peer.{module}"), attribute)
-        raise typer.Exit(run(options(**read)))
+        raise typer.Exit(run(kind(**read)))
 
-    parameters, readers = _command_line(options)
+    parameters, readers = _command_line(kind)
     cast("Any", called).__signature__ = inspect.Signature(parameters)
-    group.command(name, help=options.__doc__)(called)
+    group.command(name, help=kind.__doc__)(called)
 
 
 def _command_line(
-    options: Any,
+    kind: Any,
 ) -> tuple[list[inspect.Parameter], dict[str, Callable[[Any], Any]]]:
     """The parameters that typer is to see, and what makes a field's value of what typer gives."""
     parameters: list[inspect.Parameter] = []
     readers: dict[str, Callable[[Any], Any]] = {}
-    hints = get_type_hints(options, include_extras=True)
-    # those of a base class come first: `--help` lists what is required before, the log level last
-    order = sorted(fields(options), key=lambda f: (f.name == "log_level", f.default is not MISSING))
-    for field in order:
-        kind, *notes = get_args(hints[field.name])
-        shown = copy.copy(next(note for note in notes if isinstance(note, ParameterInfo)))
-        (form,) = [note for note in notes if isinstance(note, ReadFrom)] or [ReadFrom(kind, _same)]
-        flag = shown.default if isinstance(shown.default, str) else field.name
-        shown.envvar = PREFIX + flag.removeprefix("--").replace("-", "_").upper()
-        default = inspect.Parameter.empty if field.default is MISSING else field.default
-        readers[field.name] = form.read
+    hints, own = get_type_hints(kind, include_extras=True), inspect.get_annotations(kind)
+
+    def place(field: Field[Any]) -> tuple[bool, ...]:
+        """`--help` lists what is required, then a command's own options, the log level last."""
+        optional = field.default is not MISSING
+        return field.name == "log_level", optional, optional and field.name not in own
+
+    for field in sorted(fields(kind), key=place):
+        given, *notes = get_args(hints[field.name])
+        shown = _shown(field.name, notes)
+        default: Any = inspect.Parameter.empty if field.default is MISSING else field.default
+        for form in (note for note in notes if isinstance(note, ReadFrom)):
+            given, readers[field.name] = form.given, form.read
+            default = [] if given == list[str] else default
         parameters.append(
             inspect.Parameter(
                 field.name,
                 inspect.Parameter.KEYWORD_ONLY,
-                default=[] if form.given == list[str] else default,
-                annotation=Annotated[form.given, shown],
+                default=default,
+                annotation=Annotated[given, shown],
             )
         )
     return parameters, readers
 
 
-def _same(value: Any) -> Any:
-    return value
+def _shown(name: str, notes: Sequence[Any]) -> ParameterInfo:
+    """What typer is to show of a field: its own `Argument` or `Option`, or words and limits."""
+    flag = f"--{name}".replace("_", "-")
+    shown = next((copy.copy(note) for note in notes if isinstance(note, ParameterInfo)), None)
+    if shown is None:
+        *other, text = [note for note in notes if isinstance(note, str)]
+        flag = other[0] if other else flag
+        low: Any = next((note.ge for note in notes if isinstance(note, Ge)), None)
+        high: Any = next((note.le for note in notes if isinstance(note, Le)), None)
+        shown = typer.Option(flag, help=text, min=low, max=high)
+    shown.envvar = PREFIX + flag.removeprefix("--").replace("-", "_").upper()
+    return shown
 
 
-def run_peer_when_allowed(options: PeerOptions) -> int:
+def run_peer_when_allowed(peer: options.PeerOptions) -> int:
     """Take part, but rest first while the volunteer says so; the exit code."""
     from dilocox.peer.process.resting import wait_until_allowed
 
-    if not wait_until_allowed(options):
+    if not wait_until_allowed(peer):
         return 0
     from dilocox.peer.process.peer import run_peer  # not while it rests: it takes its memory
 
-    return run_peer(options)
+    return run_peer(peer)
 
 
-def pause(options: PauseOptions) -> int:
-    """Note that a peer is paused, and say what follows from it; the exit code."""
-    from dilocox.peer.process.resting import pause
+def pause_or_resume(peer: options.PauseOptions) -> int:
+    """Note that a peer is paused, or is not any more, and say what follows; the exit code."""
+    from dilocox.peer.process import resting
 
-    typer.echo(pause(options.state))
-    return 0
-
-
-def resume(options: ResumeOptions) -> int:
-    """Note that a peer is not paused any more, and say what follows; the exit code."""
-    from dilocox.peer.process.resting import resume
-
-    typer.echo(resume(options.state))
+    note = resting.resume if isinstance(peer, options.ResumeOptions) else resting.pause
+    typer.echo(note(peer.state))
     return 0
 
 
@@ -161,31 +148,31 @@ operate = typer.Typer(
     help="Change, pause, end or turn back a run that you operate.",
     no_args_is_help=True,
 )
-command(app, "demo", DemoOptions, "commands.demo:run_demo")
-command(app, "init", InitOptions, "commands.init:run_init_command")
-command(app, "plan", PlanOptions, "commands.plan:run_plan_command")
-command(app, "bootstrap", BootstrapOptions, "commands.bootstrap:run_bootstrap_command")
-command(operate, "pause", PauseRunOptions, "commands.operate:set_state")
-command(operate, "resume", ResumeRunOptions, "commands.operate:set_state")
-command(operate, "end", EndRunOptions, "commands.operate:set_state")
-command(operate, "revise", ReviseOptions, "commands.operate:revise")
-command(operate, "rollback", RollbackOptions, "commands.operate:roll_back")
-command(operate, "admit", AdmitOptions, "commands.operate:admit")
-command(operate, "revoke", RevokeOptions, "commands.operate:revoke")
-command(operate, "admitted", AdmittedOptions, "commands.operate:show_admitted")
-command(operate, "rotate", RotateOptions, "commands.operate:rotate")
+command(app, "demo", options.DemoOptions, "commands.demo:run_demo")
+command(app, "init", options.InitOptions, "commands.init:run_init_command")
+command(app, "plan", options.PlanOptions, "commands.plan:run_plan_command")
+command(app, "bootstrap", options.BootstrapOptions, "commands.bootstrap:run_bootstrap_command")
+command(operate, "pause", options.PauseRunOptions, "commands.operate:set_state")
+command(operate, "resume", options.ResumeRunOptions, "commands.operate:set_state")
+command(operate, "end", options.EndRunOptions, "commands.operate:set_state")
+command(operate, "revise", options.ReviseOptions, "commands.operate:revise")
+command(operate, "rollback", options.RollbackOptions, "commands.operate:roll_back")
+command(operate, "admit", options.AdmitOptions, "commands.operate:admit")
+command(operate, "revoke", options.RevokeOptions, "commands.operate:revoke")
+command(operate, "admitted", options.AdmittedOptions, "commands.operate:show_admitted")
+command(operate, "rotate", options.RotateOptions, "commands.operate:rotate")
 app.add_typer(operate)
-command(app, "monitor", MonitorOptions, "monitor.monitor:run_monitor_command")
-command(app, "peer", PeerOptions, "cli:run_peer_when_allowed")
-command(app, "doctor", DoctorOptions, "commands.doctor:run_doctor")
-command(app, "pause", PauseOptions, "cli:pause")
-command(app, "resume", ResumeOptions, "cli:resume")
-command(app, "export", ExportOptions, "commands.export:run_export_command")
-command(app, "push", PushOptions, "commands.push:run_push_command")
-command(app, "generate", GenerateOptions, "commands.export:run_generate_command")
-command(app, "serve", ServeOptions, "commands.serve:run_serve_command")
-command(app, "log", LogOptions, "commands.history:run_log_command")
-command(app, "verify", VerifyOptions, "commands.history:run_verify_command")
+command(app, "monitor", options.MonitorOptions, "monitor.monitor:run_monitor_command")
+command(app, "peer", options.PeerOptions, "cli:run_peer_when_allowed")
+command(app, "doctor", options.DoctorOptions, "commands.doctor:run_doctor")
+command(app, "pause", options.PauseOptions, "cli:pause_or_resume")
+command(app, "resume", options.ResumeOptions, "cli:pause_or_resume")
+command(app, "export", options.ExportOptions, "commands.export:run_export_command")
+command(app, "push", options.PushOptions, "commands.push:run_push_command")
+command(app, "generate", options.GenerateOptions, "commands.export:run_generate_command")
+command(app, "serve", options.ServeOptions, "commands.serve:run_serve_command")
+command(app, "log", options.LogOptions, "commands.history:run_log_command")
+command(app, "verify", options.VerifyOptions, "commands.history:run_verify_command")
 
 
 # ---- the program ---------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
 """The options of every command. A field of a dataclass here is an option, and all that it takes;
 the dataclass's docstring is what `--help` says of the command.
 
-A field states its type, its default, its help text and its limits (typer's `Argument` or `Option`);
-cli.py makes the flag and the environment variable from its name. A type that typer does not know
-takes a `ReadFrom`, which may check what was given. Types that several commands share have a name
-above the dataclasses. This file imports nothing heavy: `--help` needs all of it.
+A field states its type, its default, its limits (`Ge`, `Le`) and, as the last string, its help
+text; cli.py makes the flag and the environment variable from its name, or from a string before the
+help text. Where that does not do, it has typer's `Argument` or `Option`. A type that typer does not
+know takes a `ReadFrom`, which may check what was given. Types that several commands share have a
+name above the dataclasses. This file imports nothing heavy: `--help` needs all of it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import typer
+from annotated_types import Ge, Le
 
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.invite import SCHEME, Invite, listen_address, peer_id
@@ -69,6 +71,17 @@ def path_or_invite(text: str) -> Path | Invite:
     return Invite.parse(text) if text.strip().startswith(SCHEME) else Path(text)
 
 
+def rates(text: str) -> tuple[float, ...]:
+    """Numbers above 0 between commas."""
+    try:
+        found = tuple(float(each) for each in text.split(",") if each.strip())
+    except ValueError:
+        found = (0.0,)
+    if not found or not all(0 < each < float("inf") for each in found):
+        raise InvalidInput(f"--tokens-per-s {text}: give a number, or one for each stage: 120,95")
+    return found
+
+
 def name_of(option: str, text: str) -> str:
     """What `--name` or `--team` gives: it is shown on pages and terminals of others."""
     # what is not printable may have no UTF-8
@@ -85,51 +98,25 @@ InviteText = Annotated[
     typer.Argument(help="The one string that the operator gave you: dilocox:RUN@ADDRESS,..."),
     ReadFrom(str, Invite.parse),
 ]
-Source = Annotated[
-    Path | Invite,
-    typer.Argument(help="The state folder of a peer or bootstrap, or an invite to ask the swarm."),
-    ReadFrom(str, path_or_invite),
-]
-State = Annotated[
-    Path,
-    typer.Option(help="Folder for identity, snapshots and log; it belongs to one peer at a time."),
-]
+State = Annotated[Path, "Folder for identity, snapshots and log; it belongs to one peer at a time."]
 PeerIds = Annotated[
     tuple[str, ...],
     typer.Argument(help="Their ids, as `dilocox peer` tells them.", metavar="PEER_ID..."),
     ReadFrom(list[str], peer_ids),
 ]
-OperatorState = Annotated[
-    Path,
-    typer.Option(
-        help="The state folder of the `dilocox bootstrap` that was given run.yaml; it may be "
-        "running."
-    ),
-]
-Port = Annotated[
-    int, typer.Option(min=0, max=65535, help="TCP port to listen on; 0 takes a free one.")
-]
-Host = Annotated[
-    str,
-    typer.Option(help="Address to listen on; 0.0.0.0 for all, 127.0.0.1 for this machine only."),
-]
+Port = Annotated[int, Ge(0), Le(65535), "TCP port to listen on; 0 takes a free one."]
+Host = Annotated[str, "Address to listen on; 0.0.0.0 for all, 127.0.0.1 for this machine only."]
 Announce = Annotated[
     tuple[str, ...],
-    typer.Option(
-        help="Multiaddress at which others reach this peer, if it is not the one it listens on "
-        "(say /ip4/203.0.113.7/tcp/31337); may be given several times."
-    ),
+    "Multiaddress at which others reach this peer, if it is not the one it listens on (say "
+    "/ip4/203.0.113.7/tcp/31337); may be given several times.",
     ReadFrom(list[str], announced),
 ]
-Device = Annotated[
-    str, typer.Option(help="Where to train: auto (a GPU if there is one), cpu, cuda or cuda:N.")
-]
+Device = Annotated[str, "Where to train: auto (a GPU if there is one), cpu, cuda or cuda:N."]
 MetricsHost = Annotated[
     str,
-    typer.Option(
-        help="Address to show figures and health at; 127.0.0.1 for this machine only, 0.0.0.0 for "
-        "all networks."
-    ),
+    "Address to show figures and health at; 127.0.0.1 for this machine only, 0.0.0.0 for all "
+    "networks.",
 ]
 MetricsPort = Annotated[
     int | None,
@@ -141,26 +128,17 @@ MetricsPort = Annotated[
     ),
 ]
 JsonFile = Annotated[
-    Path | None,
-    typer.Option("--json", help="Write what was found to this file instead, - for the terminal."),
+    Path | None, "--json", "Write what was found to this file instead, - for the terminal."
 ]
-ChainStage = Annotated[
-    str,
-    typer.Option(help="Slice of the model whose chain is meant, a number from 0, or all."),
-]
-Timeout = Annotated[
-    float,
-    typer.Option("--timeout", min=1, help="Give up asking the swarm after this many seconds."),
-]
+Timeout = Annotated[float, Ge(1), "--timeout", "Give up asking the swarm after this many seconds."]
 Dtype = Annotated[
-    Literal["fp32", "bf16"],
-    typer.Option(help="bf16 is half as large; fp32 is what the run holds, to the bit."),
+    Literal["fp32", "bf16"], "bf16 is half as large; fp32 is what the run holds, to the bit."
 ]
-Contributors = Annotated[
-    bool,
-    typer.Option("--contributors", help="Name in the model card whose tokens the records count."),
+DtypeInMemory = Annotated[
+    Literal["fp32", "bf16"], "bf16 takes half the memory, and is slower on most processors."
 ]
-LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
+Contributors = Annotated[bool, "Name in the model card whose tokens the records count."]
+LogLevel = Annotated[str, "debug, info, warning or error."]
 
 
 # ---- what boots a run, changes it and watches it -------------------------------------------------
@@ -168,26 +146,97 @@ LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
 class DemoOptions:
     """Start a whole swarm on this machine, watch it learn, and get a checkpoint."""
 
-    replicas: Annotated[
-        int, typer.Option(min=1, max=16, help="Replicas to start, a peer a stage each.")
-    ] = 2
+    replicas: Annotated[int, Ge(1), Le(16), "Replicas to start, a peer a stage each."] = 2
     stages: Annotated[
-        int,
-        typer.Option(
-            min=1, max=16, help="Stages to cut the model into; a peer of a replica trains one."
-        ),
+        int, Ge(1), Le(16), "Stages to cut the model into; a peer of a replica trains one."
     ] = 2
-    rounds: Annotated[int, typer.Option(min=1, help="Stop when every peer has so many rounds.")] = (
-        10
-    )
-    folder: Annotated[Path, typer.Option(help="Folder for logs, states and the export.")] = Path(
-        "demo-run"
-    )
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the figures to this file.")
-    ] = None
+    rounds: Annotated[int, Ge(1), "Stop when every peer has so many rounds."] = 10
+    folder: Annotated[Path, "Folder for logs, states and the export."] = Path("demo-run")
+    json_file: Annotated[Path | None, "--json", "Write the figures to this file."] = None
     device: Device = "auto"
-    seed: Annotated[int, typer.Option(help="Seed of the run.")] = 0
+    seed: Annotated[int, "Seed of the run."] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitOptions:
+    """Describe a run: asks five questions, writes its run.yaml and says what it takes."""
+
+    file: Annotated[Path, typer.Argument(help="The file to write; none is overwritten.")] = Path(
+        "run.yaml"
+    )
+    name: Annotated[str | None, "Name of the run."] = None
+    model: Annotated[
+        str | None,
+        "A preset, which a wrong name lists, or a checkpoint to go on from: a folder or "
+        "NAME@COMMIT of the hub.",
+    ] = None
+    data: Annotated[
+        str | None, "Text: a folder, file or pattern, a name on the hub, or stdlib."
+    ] = None
+    machines: Annotated[
+        str | None,
+        "How many there will be, memory (GB) of the smallest, or of its GPU if that has less, and "
+        "upload (Mbit/s) of the slowest: 6x16GB@20.",
+    ] = None
+    tokens: Annotated[str | None, "After how many tokens it ends: 2_000_000_000, 2e9 or 2B."] = None
+    stages: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            show_default="as few as fit the memory",
+            help="Slices to cut the model into; not asked for.",
+        ),
+    ] = None
+    yes: Annotated[bool, "Ask nothing: what no option says has its default."] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Say what a run will do on given machines: whether it fits, its speed, bytes and days."""
+
+    file: Annotated[Path, typer.Argument(help="The run.yaml; with --from none is read.")] = Path(
+        "run.yaml"
+    )
+    peers: Annotated[
+        int | None,
+        typer.Option(min=1, max=100_000, show_default="4", help="Peers of all stages together."),
+    ] = None
+    mbit: Annotated[
+        float | None,
+        Ge(0.001),
+        "Download of the slowest peer in Mbit/s, and its upload if --up-mbit is not given.",
+    ] = None
+    up_mbit: Annotated[float | None, Ge(0.001), "Upload of the slowest peer in Mbit/s."] = None
+    rtt_ms: Annotated[float, Ge(0), Le(60_000), "Round trip between two peers."] = 50.0
+    tflops: Annotated[
+        float | None,
+        Ge(1e-6),
+        "What a peer achieves in training, in 10^12 operations a second: measured, or 30 to 40 % "
+        "of what its vendor says.",
+    ] = None
+    tokens_per_s: Annotated[
+        tuple[float, ...] | None,
+        "In the place of --tflops: tokens/s of a stage as `dilocox doctor` measures them, of the "
+        "slowest or of each: 120,95.",
+        ReadFrom(str, rates),
+    ] = None
+    memory_gb: Annotated[float | None, Ge(0.001), "Memory of the smallest peer."] = None
+    gpu_memory_gb: Annotated[float | None, Ge(0.001), "Memory of its GPU, if it trains on one."] = (
+        None
+    )
+    threads: Annotated[
+        int, Ge(0), "Cores that train, of which the codec takes one for a while; 0: it has its own."
+    ] = 0
+    invite: Annotated[
+        Invite | None,
+        "--from",
+        "Invite of a live run, which tells its run.yaml, peers and speed; the link is measured to "
+        "one of them. What options say goes before.",
+        ReadFrom(str, Invite.parse),
+    ] = None
+    json_file: JsonFile = None
+    host: Host = "0.0.0.0"
+    log_level: LogLevel = "warning"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,19 +256,14 @@ class BootstrapOptions:
     announce: Announce = ()
     join: Annotated[
         tuple[str, ...],
-        typer.Option(
-            help="Another bootstrap of this run, for the invite to name it, too: its invite or "
-            "multiaddress; may be given several times."
-        ),
+        "Another bootstrap of this run, for the invite to name it, too: its invite or "
+        "multiaddress; may be given several times.",
         ReadFrom(list[str], tuple),
     ] = ()
     check: Annotated[
         bool,
-        typer.Option(
-            "--check",
-            help="Only see whether it would start, and what the run takes of a peer; publishes and "
-            "writes nothing.",
-        ),
+        "Only see whether it would start, and what the run takes of a peer; publishes and writes "
+        "nothing.",
     ] = False
     metrics_host: MetricsHost = "127.0.0.1"
     metrics_port: MetricsPort = None
@@ -231,18 +275,18 @@ class BootstrapOptions:
         return f"/ip4/{self.host}/tcp/{self.port}"
 
 
-Yes = Annotated[bool, typer.Option("--yes", help="Do not ask first; needed off a terminal.")]
+Yes = Annotated[bool, "Do not ask first; needed off a terminal."]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OperateOptions:
     """What all of `dilocox operate` take."""
 
-    state: OperatorState = Path("dilocox-bootstrap")
-    key: Annotated[
-        Path | None,
-        typer.Option(help="The operator's key, if it is not kept in the state folder."),
-    ] = None
+    state: Annotated[
+        Path,
+        "The state folder of the `dilocox bootstrap` that was given run.yaml; it may be running.",
+    ] = Path("dilocox-bootstrap")
+    key: Annotated[Path | None, "The operator's key, if it is not kept in the state folder."] = None
     log_level: LogLevel = "warning"
 
 
@@ -286,11 +330,9 @@ class RollbackOptions(OperateOptions):
 
     round_number: Annotated[
         int,
-        typer.Option(
-            "--round",
-            min=-1,
-            help="Go on from the models after this round; -1 for the initial weights.",
-        ),
+        Ge(-1),
+        "--round",
+        "Go on from the models after this round; -1 for the initial weights.",
     ]
     yes: Yes = False
 
@@ -300,9 +342,7 @@ class AdmitOptions(OperateOptions):
     """Let peers take part in a run whose run.yaml says `admission: listed`."""
 
     peers: PeerIds
-    days: Annotated[
-        int, typer.Option(min=1, max=3650, help="For so long; admit them again to prolong it.")
-    ] = 30
+    days: Annotated[int, Ge(1), Le(3650), "For so long; admit them again to prolong it."] = 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,8 +362,7 @@ class RotateOptions(OperateOptions):
     """Let a new key sign all that follows; the one before it can sign nothing any more."""
 
     new_key: Annotated[
-        Path | None,
-        typer.Option(help="Where to write it; operator.key in the state folder if left out."),
+        Path | None, "Where to write it; operator.key in the state folder if left out."
     ] = None
 
 
@@ -333,22 +372,17 @@ class MonitorOptions:
 
     invite: InviteText
     state: Annotated[
-        Path,
-        typer.Option(help="Folder for what the monitor has learnt, so that its curves outlive it."),
+        Path, "Folder for what the monitor has learnt, so that its curves outlive it."
     ] = Path("dilocox-monitor")
     track: Annotated[
         Path | None,
-        typer.Option(
-            help="Write each round into this folder for TensorBoard, too; needs `pip install "
-            "'dilocox\\[tracking]'`."
-        ),
+        "Write each round into this folder for TensorBoard, too; needs `pip install "
+        "'dilocox\\[tracking]'`.",
     ] = None
     track_wandb: Annotated[
         Path | None,
-        typer.Option(
-            help="The same as offline runs of wandb, for `wandb sync`; needs `pip install "
-            "'dilocox\\[wandb]'`."
-        ),
+        "The same as offline runs of wandb, for `wandb sync`; needs `pip install "
+        "'dilocox\\[wandb]'`.",
     ] = None
     port: Port = 9470
     host: Host = "127.0.0.1"
@@ -364,64 +398,46 @@ class HostingOptions:
     state: State = Path("dilocox-peer")
     stage: Annotated[
         str,
-        typer.Option(
-            help="Slice of the model to host, a number from 0; auto takes the one that lacks peers "
-            "most, and another one when that changes."
-        ),
+        "Slice of the model to host, a number from 0; auto takes the one that lacks peers most, "
+        "and another one when that changes.",
     ] = "auto"
     port: Port = 0
     host: Host = "0.0.0.0"
     announce: Announce = ()
     device: Device = "auto"
-    threads: Annotated[
-        int, typer.Option(min=0, help="CPU threads for training; 0 takes all cores.")
-    ] = 0
+    threads: Annotated[int, Ge(0), "CPU threads for training; 0 takes all cores."] = 0
     recompute: Annotated[
         bool,
-        typer.Option(
-            "--recompute",
-            help="Keep only what goes into each layer and compute the rest a second time: much "
-            "less memory for activations, a third more computing.",
-        ),
+        "Keep only what goes into each layer and compute the rest a second time: much less memory "
+        "for activations, a third more computing.",
     ] = False
     offload: Annotated[
         bool,
-        typer.Option(
-            "--offload",
-            help="Keep weights, gradients and optimizer in the machine's memory and only copies of "
-            "the weights on the GPU: a quarter of its memory, slower steps.",
-        ),
+        "Keep weights, gradients and optimizer in the machine's memory and only copies of the "
+        "weights on the GPU: a quarter of its memory, slower steps.",
     ] = False
     compile_layers: Annotated[
         bool,
-        typer.Option(
-            "--compile",
-            help="Compile the layers (torch.compile) at the first step: minutes at the start, "
-            "faster steps; needs a C++ compiler, on a GPU Triton.",
-        ),
+        "--compile",
+        "Compile the layers (torch.compile) at the first step: minutes at the start, faster steps; "
+        "needs a C++ compiler, on a GPU Triton.",
     ] = False
     max_upload_mb_s: Annotated[
         float,
-        typer.Option(
-            "--max-upload",
-            min=0,
-            help="Upload limit in MB/s for averaging and for serving joiners; 0 for none.",
-        ),
+        Ge(0),
+        "--max-upload",
+        "Upload limit in MB/s for averaging and for serving joiners; 0 for none.",
     ] = 0
     memory_limit_gb: Annotated[
         float,
-        typer.Option(
-            "--memory-limit",
-            min=0,
-            help="Memory limit in GB for all processes of this peer; 0 for none.",
-        ),
+        Ge(0),
+        "--memory-limit",
+        "Memory limit in GB for all processes of this peer; 0 for none.",
     ] = 0
     data: Annotated[
         str,
-        typer.Option(
-            help="Train on these files instead of the run's data: a folder, file or glob; .txt, "
-            ".jsonl and .parquet say their format, others have the run's, or are text."
-        ),
+        "Train on these files instead of the run's data: a folder, file or glob; .txt, .jsonl and "
+        ".parquet say their format, others have the run's, or are text.",
     ] = ""
     metrics_host: MetricsHost = "127.0.0.1"
     metrics_port: MetricsPort = None
@@ -439,56 +455,42 @@ class PeerOptions(HostingOptions):
 
     name: Annotated[
         str,
-        typer.Option(
-            help="Name of this peer that others see, at most 24 characters and 48 bytes in UTF-8."
-        ),
+        "Name of this peer that others see, at most 24 characters and 48 bytes in UTF-8.",
         ReadFrom(str, partial(name_of, "--name")),
     ] = ""
     team: Annotated[
         str,
-        typer.Option(help="Name of its team, as long as a name: what a team gives is added up."),
+        "Name of its team, as long as a name: what a team gives is added up.",
         ReadFrom(str, partial(name_of, "--team")),
     ] = ""
     hours: Annotated[
         Hours | None,
-        typer.Option(
-            help="Take part only in these hours of the local day, FIRST-LAST, say 22-6 for 22:00 "
-            "to 06:00; may be given several times."
-        ),
+        "Take part only in these hours of the local day, FIRST-LAST, say 22-6 for 22:00 to 06:00; "
+        "may be given several times.",
         ReadFrom(list[str], Hours.parse),
     ] = None
     idle_only: Annotated[
-        bool,
-        typer.Option(
-            "--idle-only",
-            help="Rest while other programs use the processor or the GPU, and on battery.",
-        ),
+        bool, "Rest while other programs use the processor or the GPU, and on battery."
     ] = False
     idle_share: Annotated[
         float,
-        typer.Option(
-            min=1,
-            max=100,
-            help="With --idle-only: percent of all cores, or of the GPU, that others may take.",
-        ),
+        Ge(1),
+        Le(100),
+        "With --idle-only: percent of all cores, or of the GPU, that others may take.",
     ] = 25
     monthly_traffic_gb: Annotated[
         float,
-        typer.Option(
-            "--monthly-traffic",
-            min=0,
-            help="Limit in GB of what is sent and received in a calendar month (UTC); over it the "
-            "peer rests until the next month; 0 for none.",
-        ),
+        Ge(0),
+        "--monthly-traffic",
+        "Limit in GB of what is sent and received in a calendar month (UTC); over it the peer "
+        "rests until the next month; 0 for none.",
     ] = 0
 
     snapshot_minutes: Annotated[
         float,
-        typer.Option(
-            min=0,
-            help="Time between snapshots of this peer's training, which a crash may cost; each "
-            "writes 28 bytes a parameter to the disk.",
-        ),
+        Ge(0),
+        "Time between snapshots of this peer's training, which a crash may cost; each writes 28 "
+        "bytes a parameter to the disk.",
     ] = 25
 
     @property
@@ -518,23 +520,45 @@ class ResumeOptions(PauseOptions):
 
 # ---- what reads a run: its models and its rounds -------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """Write the newest anchors of a run as a Hugging Face folder."""
+class AnchorOptions:
+    """What all have in common that take the newest anchors of a run."""
 
     invite: InviteText
-    folder: Annotated[Path, typer.Argument(help="Folder to write the checkpoint to.")]
     dtype: Dtype = "fp32"
-    contributors: Contributors = False
     host: Host = "0.0.0.0"
     timeout_s: Timeout = 600
     log_level: LogLevel = "warning"
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions:
+class ExportOptions(AnchorOptions):
+    """Write the newest anchors of a run as a Hugging Face folder."""
+
+    folder: Annotated[Path, typer.Argument(help="Folder to write the checkpoint to.")]
+    contributors: Contributors = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushOptions(AnchorOptions):
+    """Put the newest anchors of a run into a repository on the Hugging Face hub."""
+
+    repository: Annotated[
+        str, typer.Argument(help="OWNER/NAME on the hub; it is made if it is not there.")
+    ]
+    every: Annotated[
+        int, Ge(0), "Push again after so many rounds each, until the run's end; 0 pushes once."
+    ] = 0
+    folder: Annotated[Path, "Folder for the checkpoint, which is uploaded from there."] = Path(
+        "dilocox-push"
+    )
+    private: Annotated[bool, "Make a repository that others do not see."] = False
+    contributors: Contributors = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(AnchorOptions):
     """Continue a text with the newest anchors of a run."""
 
-    invite: InviteText
     text: Annotated[
         str, typer.Argument(help="What is to be continued."), ReadFrom(str, text_to_continue)
     ]
@@ -547,51 +571,30 @@ class GenerateOptions:
         ),
     ] = None
     temperature: Annotated[
-        float,
-        typer.Option(min=0, help="How daring it is; 0 takes the likeliest token each time."),
+        float, Ge(0), "How daring it is; 0 takes the likeliest token each time."
     ] = 0.8
-    dtype: Annotated[
-        Literal["fp32", "bf16"],
-        typer.Option(help="bf16 takes half the memory, and is slower on most processors."),
-    ] = "fp32"
+    dtype: DtypeInMemory = "fp32"
     seed: Annotated[
-        int | None,
-        typer.Option(min=0, show_default="random", help="The same seed, the same text."),
+        int | None, typer.Option(min=0, show_default="random", help="The same seed, the same text.")
     ] = None
-    host: Host = "0.0.0.0"
-    timeout_s: Timeout = 600
-    log_level: LogLevel = "warning"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions:
+class ServeOptions(AnchorOptions):
     """Answer on this machine with the newest anchors of a run: a chat page, and OpenAI's API."""
 
-    invite: InviteText
     port: Port = 9480
     host: Host = "127.0.0.1"
-    dtype: Annotated[
-        Literal["fp32", "bf16"],
-        typer.Option(help="bf16 takes half the memory, and is slower on most processors."),
-    ] = "fp32"
+    dtype: DtypeInMemory = "fp32"
     refresh_rounds: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Load newer weights once there are so many newer rounds; 0 for never."
-        ),
+        int, Ge(0), "Load newer weights once there are so many newer rounds; 0 for never."
     ] = 1
     refresh_minutes: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            help="And at most once in so many minutes: peers upload the whole model for it.",
-        ),
+        float, Ge(0), "And at most once in so many minutes: peers upload the whole model for it."
     ] = 10
     memory_limit_gb: Annotated[
-        float,
-        typer.Option("--memory-limit", min=0, help="Memory limit in GB for all of it; 0 for none."),
+        float, Ge(0), "--memory-limit", "Memory limit in GB for all of it; 0 for none."
     ] = 0
-    timeout_s: Timeout = 600
     log_level: LogLevel = "info"
 
 
@@ -599,8 +602,16 @@ class ServeOptions:
 class VerifyOptions:
     """Replay a run's rounds and check that they make its anchors; exit code 1 on a flaw."""
 
-    source: Source
-    stage: ChainStage = "all"
+    source: Annotated[
+        Path | Invite,
+        typer.Argument(
+            help="The state folder of a peer or bootstrap, or an invite to ask the swarm."
+        ),
+        ReadFrom(str, path_or_invite),
+    ]
+    stage: Annotated[str, "Slice of the model whose chain is meant, a number from 0, or all."] = (
+        "all"
+    )
     host: Host = "0.0.0.0"
     timeout_s: Timeout = 600
     log_level: LogLevel = "warning"
@@ -614,18 +625,12 @@ class LogOptions(VerifyOptions):
 
     contributions: Annotated[
         bool,
-        typer.Option(
-            "--contributions",
-            help="List the peers, names and teams instead, with their tokens and hours in "
-            "committed rounds.",
-        ),
+        "List the peers, names and teams instead, with their tokens and hours in committed rounds.",
     ] = False
     csv_file: Annotated[
         Path | None,
-        typer.Option(
-            "--csv",
-            help="Write the history of the whole run, a line a round, to this file instead, - for "
-            "the terminal.",
-        ),
+        "--csv",
+        "Write the history of the whole run, a line a round, to this file instead, - for the "
+        "terminal.",
     ] = None
     json_file: JsonFile = None

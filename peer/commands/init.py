@@ -30,8 +30,7 @@ from dilocox.dht.manifest import Manifest, preset_names
 from dilocox.dht.manifest_sections import MAX_TOKENS, format_of
 from dilocox.peer.commands.operate import completed
 from dilocox.peer.memory_and_disk import SPARE_SHARE, MemoryNeeds, size
-from dilocox.peer.operator_options import InitOptions
-from dilocox.peer.options import GB
+from dilocox.peer.options import GB, InitOptions
 from dilocox.peer.os_process import counted
 
 T = TypeVar("T")

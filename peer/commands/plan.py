@@ -22,8 +22,7 @@ from dilocox.dht.invite import Invite
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.commands.operate import completed
 from dilocox.peer.memory_and_disk import size
-from dilocox.peer.operator_options import PlanOptions
-from dilocox.peer.options import GB
+from dilocox.peer.options import GB, PlanOptions
 from dilocox.peer.os_process import counted, wide_console, write_json
 from dilocox.peer.process.run_plan import Machines, RunPlan, Way
 

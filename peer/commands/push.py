@@ -27,7 +27,7 @@ from dilocox.dht.join import Joined, visiting
 from dilocox.dht.manifest_revisions import ManifestWatch
 from dilocox.peer.chain.visitor_download import counted_claims
 from dilocox.peer.commands.export import DTYPES, export_run, shown_rounds
-from dilocox.peer.operator_options import PushOptions
+from dilocox.peer.options import PushOptions
 from dilocox.peer.os_process import STOPPED, StopSignal
 
 logger = logging.getLogger(__name__)

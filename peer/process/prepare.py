@@ -1,7 +1,5 @@
-"""What a peer sets up before it trains: device, stage with weights, text, held-out windows.
-
-`StageNeeds` is what the plan of a run asks of a peer of one stage: memory, disk and traffic. The
-doctor shows it; a peer that starts looks whether its machine has the room.
+"""What a peer sets up before it trains: stage with weights, text, held-out windows; and what its
+stage takes (`StageNeeds`): a peer that starts looks whether its machine has the room.
 """
 
 from __future__ import annotations
@@ -58,13 +56,12 @@ def local_model(
     offload: bool = False,
     start: Callable[[torch.Tensor, torch.Tensor], tuple[int, str]] | None = None,
 ) -> LocalModel:
-    """The stage with its weights: those of the snapshot, or those of the manifest's seed.
+    """The stage with its weights: those of the snapshot, or those of the manifest's seed. Anchor,
+    momentum and what is sent lie in the shared buffers.
 
     offload: weights and optimizer stay on the CPU, whatever the device. start: where the run starts
-    from a checkpoint. Without a snapshot it puts anchor and momentum
-        into these two vectors, and says which round and record they stand on.
-
-    Anchor and momentum, and what is sent, lie in the shared buffers.
+    from a checkpoint. Without a snapshot it puts anchor and momentum into these two vectors, and
+    says which round and record they stand on.
     """
     built_on = "cpu" if offload else device
     module = build_stage(manifest.model, stage, manifest.stages, manifest.seed, built_on)

@@ -17,7 +17,7 @@ from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import Manifest, preset_names
 from dilocox.peer.commands.init import machines_of, run_init_command, token_count
 from dilocox.peer.commands.operate import checked_manifest
-from dilocox.peer.operator_options import InitOptions
+from dilocox.peer.options import InitOptions
 from tests.peer.commands import error_line, run_here, write_manifest
 
 LIMIT_S = 120.0

@@ -264,12 +264,22 @@ def test_health_and_readiness_follow_the_looks() -> None:
 
 
 # ---- in a browser --------------------------------------------------------------------------------
+def drawn(pages: MonitorPages, *flags: str, query: str = "", width: int = 1280) -> Shown:
+    with PageServer("127.0.0.1", 0, pages.pages(), option="") as server:
+        return show(f"http://127.0.0.1:{server.port}/{query}", *flags, width=width)
+
+
+def drawn_state(state: str, *flags: str, query: str = "", width: int = 1280) -> Shown:
+    pages = MonitorPages(lambda: True)
+    pages.show(STATES[state](), Page(body=b""))
+    return drawn(pages, *flags, query=query, width=width)
+
+
 @needs_browser
 @pytest.mark.parametrize("stages", [1, 3])
 def test_the_page_draws_what_it_is_told(stages: int) -> None:
     swarm = trained(stages=stages, replicas=2, spares=1)
-    with PageServer("127.0.0.1", 0, pages_of(swarm).pages(), option="") as server:
-        shown = show(f"http://127.0.0.1:{server.port}/")
+    shown = drawn(pages_of(swarm))
     assert shown.console == ()
     assert shown.text("health") == "Training" and shown.text("tile-peers") == str(3 * stages)
     assert shown.text("progress-tokens") == "8 k of 10 M tokens, 0.1 %"
@@ -284,9 +294,7 @@ def test_the_page_says_who_sits_out() -> None:
     swarm = trained(stages=1, replicas=2)
     one = next(iter(swarm.stages[0]))
     swarm.commit(4, sits_out=[one])
-    with PageServer("127.0.0.1", 0, pages_of(swarm).pages(), option="") as server:
-        shown = show(f"http://127.0.0.1:{server.port}/")
-    assert shown.dom.count(">sits out<") == 1
+    assert drawn(pages_of(swarm)).count(">sits out<") == 1
 
 
 @needs_browser
@@ -304,8 +312,7 @@ def test_markup_from_a_peer_is_shown_as_text() -> None:
     swarm.stages[1][EVIL] = stage_record(state="joining")
     head = next(iter(swarm.replicas))
     swarm.replicas[head] = replace(swarm.replicas[head], last_fault=EVIL, codec=EVIL)
-    with PageServer("127.0.0.1", 0, pages_of(swarm).pages(), option="") as server:
-        shown = show(f"http://127.0.0.1:{server.port}/")
+    shown = drawn(pages_of(swarm))
     assert shown.console == () and "<img" not in shown.dom
     assert "<img src=x" in shown.text("events")
 
@@ -313,8 +320,7 @@ def test_markup_from_a_peer_is_shown_as_text() -> None:
 @needs_browser
 def test_a_swarm_without_peers_is_drawn_too() -> None:
     swarm = ToldSwarm(stages=2, replicas=0, spares=0)
-    with PageServer("127.0.0.1", 0, pages_of(swarm).pages(), option="") as server:
-        shown = show(f"http://127.0.0.1:{server.port}/", width=390)
+    shown = drawn(pages_of(swarm), width=390)
     assert shown.console == () and shown.text("health") == "Waiting for the first peers"
     assert shown.count('class="stage open"') == 2 and shown.count("call-") == 0
     assert re.search(r'id="figures" hidden', shown.dom), "there is nothing to draw yet"
@@ -324,32 +330,22 @@ def test_a_swarm_without_peers_is_drawn_too() -> None:
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("width", [390, 1280])
 def test_no_state_makes_the_console_complain(state: str, width: int) -> None:
-    pages, status = MonitorPages(lambda: True), STATES[state]()
-    pages.show(status, Page(body=b""))
-    with PageServer("127.0.0.1", 0, pages.pages(), option="") as server:
-        shown = show(f"http://127.0.0.1:{server.port}/", DARK, width=width)
+    shown = drawn_state(state, DARK, width=width)
     assert shown.console == ()
-    sentence = status["health"]["sentence"]
+    sentence = STATES[state]()["health"]["sentence"]
     assert shown.text("health") == sentence[0].upper() + sentence[1:]
-
-
-def shown_state(state: str, query: str = "") -> Shown:
-    pages = MonitorPages(lambda: True)
-    pages.show(STATES[state](), Page(body=b""))
-    with PageServer("127.0.0.1", 0, pages.pages(), option="") as server:
-        return show(f"http://127.0.0.1:{server.port}/{query}")
 
 
 @needs_browser
 def test_a_stage_without_a_peer_is_a_call_with_the_command_that_takes_it() -> None:
-    shown = shown_state("blocked")
+    shown = drawn_state("blocked")
     assert shown.text("call-4").split() == ["dilocox", "peer", INVITE, "--stage", "4"]
     assert shown.count('id="call-') == 1 and "<title>Blocked: stage 4 has no peer" in shown.dom
 
 
 @needs_browser
 def test_an_ended_run_offers_its_model_and_nobody_is_asked_to_join() -> None:
-    shown = shown_state("ended")
+    shown = drawn_state("ended")
     assert shown.text("join-title") == "Take the model home"
     assert shown.text("export").split() == ["dilocox", "export", INVITE, "my-model"]
     assert re.search(r'id="take-part" hidden', shown.dom) and shown.count('id="call-') == 0
@@ -358,14 +354,14 @@ def test_an_ended_run_offers_its_model_and_nobody_is_asked_to_join() -> None:
 
 @needs_browser
 def test_lines_end_where_the_operator_went_back() -> None:
-    shown = shown_state("paused")
+    shown = drawn_state("paused")
     assert shown.count('class="first" points') >= 2 and shown.count("back to round 31") == 1
 
 
 @needs_browser
 def test_who_asks_for_a_peer_finds_it_marked() -> None:
     row = STATES["training"]()["contributions"][2]
-    shown = shown_state("training", f"?peer={row['id']}")
+    shown = drawn_state("training", query=f"?peer={row['id']}")
     assert shown.text("you").startswith("You are number 3: ")
     assert shown.count('<tr class="you">') == 1 and shown.count('class="badge"') == 1
     assert shown.count(f"card/{row['id']}.svg") == 1
@@ -374,5 +370,5 @@ def test_who_asks_for_a_peer_finds_it_marked() -> None:
 
 @needs_browser
 def test_64_replicas_of_8_stages_are_all_there() -> None:
-    shown = shown_state("large")
+    shown = drawn_state("large")
     assert shown.count('class="replica"') == 64 and shown.count('class="peer training') == 64 * 8

@@ -25,7 +25,7 @@ from dilocox.peer.chain.visitor_download import AnchorPlace
 from dilocox.peer.commands import push
 from dilocox.peer.commands.export import CheckpointDraft, model_card
 from dilocox.peer.commands.push import Repository, run_push_command
-from dilocox.peer.operator_options import PushOptions
+from dilocox.peer.options import PushOptions
 from tests.peer.hub import OWNER, READ_ONLY, TOKEN, Hub, serving
 from tests.peer.test_cli import INVITE
 from tests.peer.test_export import stage_tensors

@@ -44,6 +44,7 @@ from dilocox.peer.chain.stated import (
     LIVE_ROUNDS,
     MAX_LOSS,
     MAX_NUMBER,
+    leading,
     more_voids,
     stated_losses,
 )
@@ -371,12 +372,8 @@ class HistoryKeeper:
     ) -> None:
         """The same of what was read: peers by stage, replicas by head."""
         present = [{p: each for p, each in of.items() if each.state != "left"} for of in hosts]
-        leading = [
-            each
-            for head, each in replicas.items()
-            if each.members[:1] == (head,) and head in hosts[0]
-        ]
-        stated = stated_losses(leading)
+        heads = leading(replicas, hosts[0])
+        stated = stated_losses(heads.values())
         with self._lock:
             self._train |= {number: round(loss, 5) for number, loss in stated.train.items()}
             self._validation |= {n: round(loss, 5) for n, loss in stated.validation.items()}
@@ -385,7 +382,7 @@ class HistoryKeeper:
             for table in (self._train, self._validation, self._sizes):
                 for number in sorted(table)[:-MAX_HEARD]:
                     del table[number]
-            self._present = sum(map(len, present)), len(leading)
+            self._present = sum(map(len, present)), len(heads)
             self._voids += sum(more_voids(peers, self._voids_of) for peers in present)
             self._voids_of = {p: each.voids for peers in present for p, each in peers.items()}
             if -1 in self._validation and not self._history.newest(1):

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -72,14 +72,15 @@ class Machine:
         except (OSError, ValueError):
             return None
         total, busy = sum(ticks), sum(ticks[:3]) + sum(ticks[5:7])  # no idling, no other machines
-        parents, taken = self._processes()
-        peers = self._peers(parents)
+        processes = dict(self._processes())
+        peers = self._peers({pid: parent for pid, (parent, _) in processes.items()})
         total_before, busy_before, taken_before = self._before
+        taken = {pid: count for pid, (_, count) in processes.items()}
         self._before = total, busy, taken
         own = sum(max(0, taken[pid] - taken_before.get(pid, 0)) for pid in peers)
         by_gpu: dict[str, float] = {}
         for (gpu, pid), share in self._gpu().items():
-            if pid in parents and pid not in peers:  # a container does not see all of them
+            if pid in processes and pid not in peers:  # a container does not see all of them
                 by_gpu[gpu] = by_gpu.get(gpu, 0.0) + share
         others = max(0, busy - busy_before - own)
         return total - total_before, others, max(by_gpu.values(), default=0.0)
@@ -101,16 +102,13 @@ class Machine:
             for each in supplies
         )
 
-    def _processes(self) -> tuple[dict[int, int], dict[int, int]]:
-        """By process: its parent; and the ticks that it took."""
-        parents, taken = dict[int, int](), dict[int, int]()
+    def _processes(self) -> Iterator[tuple[int, tuple[int, int]]]:
+        """By process: its parent, and the ticks that it took."""
         for path in self._proc.glob("[0-9]*"):
             with suppress(OSError, ValueError, IndexError):  # it has ended
                 # the name stands in parentheses and may hold anything
                 words = (path / "stat").read_text(errors="replace").rpartition(")")[2].split()
-                parent, ticks = int(words[1]), int(words[11]) + int(words[12])
-                parents[int(path.name)], taken[int(path.name)] = parent, ticks
-        return parents, taken
+                yield int(path.name), (int(words[1]), int(words[11]) + int(words[12]))
 
     def _peers(self, parents: Mapping[int, int]) -> set[int]:
         """All processes of this peer, and of others here: two of them must not keep each other from

@@ -57,7 +57,7 @@ from dilocox.peer.training.inner_optimizer import clip_factor
 from dilocox.peer.training.loop import Learner, Move, Revised
 from dilocox.peer.training.report import LoopMeter, Reporter
 from dilocox.peer.training.roles import Leading, Serving, Trainer
-from dilocox.peer.training.snapshots import Snapshots
+from dilocox.peer.training.snapshot_taking import Snapshots
 from dilocox.pipeline.frames import Frame, FrameLimits
 from dilocox.pipeline.head import Head
 from dilocox.pipeline.link import LinkLimits, link_of

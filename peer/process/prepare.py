@@ -28,7 +28,7 @@ from dilocox.peer.memory_and_disk import (
     disk_free,
     size,
 )
-from dilocox.peer.rounds.rank_choice import stage_codec
+from dilocox.peer.rounds.record import stage_codec
 from dilocox.peer.state_folder import ASIDE
 from dilocox.peer.training.activations import activation_bytes
 from dilocox.peer.training.data import Corpus, check_tokenizer, held_out_digest, held_out_windows
@@ -36,7 +36,7 @@ from dilocox.peer.training.inner_optimizer import InnerOptimizer
 from dilocox.peer.training.loop import LocalModel
 from dilocox.peer.training.merge import Merge, MergeConfig
 from dilocox.peer.training.offload import OffloadedOptimizer
-from dilocox.peer.training.snapshots import JournaledSend, Snapshots
+from dilocox.peer.training.snapshot_taking import JournaledSend, Snapshots
 from dilocox.pipeline.frames import encoded_bytes
 from dilocox.pipeline.partition import hidden_size, plan_stages
 from dilocox.pipeline.stage import build_stage, flatten_parameters, stage_layout

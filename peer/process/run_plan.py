@@ -23,7 +23,8 @@ from dilocox.dht.manifest_sections import CodecSpec
 from dilocox.peer.memory_and_disk import SPARE_SHARE, MemoryNeeds, size
 from dilocox.peer.process.prepare import memory_of_stages
 from dilocox.peer.rounds.grid import Grid
-from dilocox.peer.rounds.rank_choice import least_inner_steps, stage_codec
+from dilocox.peer.rounds.rank_choice import least_inner_steps
+from dilocox.peer.rounds.record import stage_codec
 from dilocox.peer.rounds.robust import LEAST_GATED
 from dilocox.peer.rounds.round_end import LONGEST_LOOK_S, LOOK_S, LOOKS, NOTICE_S
 from dilocox.pipeline.frames import CODECS, encoded_bytes

@@ -16,7 +16,7 @@ import torch
 from dilocox.dht.identity import Identity
 from dilocox.peer.chain.snapshot_files import Snapshot, read_snapshot, write_snapshot
 from dilocox.peer.chain.store import RoundLog
-from dilocox.peer.training.snapshots import Journal, JournaledSend
+from dilocox.peer.training.snapshot_taking import Journal, JournaledSend
 from tests.peer.kept_chains import ChainMaker
 from tests.peer.test_archive import MANIFEST, Kept
 

@@ -269,7 +269,7 @@ def test_a_training_peer_asked_to_leave_leaves_in_order(
 ) -> None:
     peer = run("peer", invite, *LOCAL)
     peer.wait_for("committed")
-    assert len(peer.family()) == 5  # main, DHT, averaging, p2pd, torch's shared-memory manager
+    assert len(peer.family()) == 4  # main, DHT, averaging, p2pd
     ask(peer)
     leaves(peer)
     assert peer.output().strip().endswith("left: stopped on request")

@@ -31,7 +31,6 @@ from dilocox.dht.manifest_revisions import changes
 from dilocox.dht.rpc import PeerBusy
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.chain.archive import StageArchive
-from dilocox.peer.chain.download import claimed_chain, download_chain
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.replay import replay
 from dilocox.peer.chain.snapshot_files import write_state
@@ -44,11 +43,12 @@ from dilocox.peer.chain.store import (
     kept_state,
 )
 from dilocox.peer.chain.uploads import Source, open_state
+from dilocox.peer.chain.visitor_download import claimed_chain, download_chain
 from dilocox.peer.commands.export import CheckpointDraft
 from dilocox.peer.commands.operate import checked_manifest
 from dilocox.peer.process.initial_weights import archive_initial, load_initial
 from dilocox.peer.rounds.outer_step import anchor_sha256
-from dilocox.pipeline.checkpoint import Checkpoint
+from dilocox.pipeline.pretrained import Checkpoint
 from dilocox.pipeline.stage import (
     build_stage,
     flatten_parameters,

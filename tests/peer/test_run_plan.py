@@ -27,7 +27,7 @@ from dilocox.peer.process.run_plan import (
     traffic,
 )
 from dilocox.peer.rounds.grid import Grid
-from dilocox.peer.rounds.rank_choice import stage_codec
+from dilocox.peer.rounds.record import stage_codec
 from dilocox.peer.rounds.round_end import LOOK_S, NOTICE_S
 from dilocox.pipeline.frames import encoded_bytes
 from dilocox.pipeline.partition import hidden_size

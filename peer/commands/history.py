@@ -117,7 +117,6 @@ def as_csv(chain: Sequence[ChainRound], history: Rows) -> str:
 
 
 def show(stages: Chains, console: Console, history: Rows | None = None) -> None:
-    """Print the rounds of all stages."""
     rows = history or {}
     for stage, rounds in sorted(stages.items()):
         tokens = f"{sum(each.tokens for each in rounds):,}"

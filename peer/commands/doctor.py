@@ -296,15 +296,8 @@ class Examination:
         from dilocox.peer.commands.doctor_bench import measure_speed
 
         self._busy("training a few steps, up to 10 s")
-        manifest, stage = needs.manifest, needs.stage
-        found = measure_speed(
-            self._options.device,
-            manifest,
-            stage,
-            needs.values,
-            limit_s=SPEED_LIMIT_S,
-            recompute=self._options.recompute,
-        )
+        stage, device = needs.stage, self._options.device
+        found = measure_speed(device, needs, limit_s=SPEED_LIMIT_S)
         per_token = needs.link_bytes_per_token()
         carried = None
         if exchange is not None and per_token:

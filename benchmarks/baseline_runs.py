@@ -35,7 +35,7 @@ from dilocox.compression.layout import FlatLayout
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.manifest import DataSpec
 from dilocox.peer.os_process import Child, start_process
-from dilocox.peer.rounds.rank_choice import move_anchor
+from dilocox.peer.rounds.outer_step import move_anchor
 from dilocox.peer.training.data import held_out_windows, validation_loss
 from dilocox.pipeline.stage import build_stage, flatten_parameters, stage_layout
 from tests.swarm.exchange_costs import WIDE_MODEL

@@ -34,7 +34,7 @@ from dilocox.compression.low_rank import LowRank
 from dilocox.compression.stage_codec import Compression, StageCodec, StageEncoder
 from dilocox.compression.workers import Workers
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.rounds.rank_choice import stage_codec
+from dilocox.peer.rounds.record import stage_codec
 
 HIDDEN, INTERMEDIATE = 2048, 5632
 MATRICES = {

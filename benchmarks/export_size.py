@@ -44,7 +44,7 @@ from dilocox.peer.chain.store import RoundLog
 from dilocox.peer.chain.uploads import Source, find_in_log, open_state
 from dilocox.peer.commands.export import DTYPES, export_run
 from dilocox.peer.options import AnchorOptions
-from dilocox.peer.rounds.rank_choice import stage_codec
+from dilocox.peer.rounds.record import stage_codec
 from dilocox.pipeline.partition import plan_stages
 from dilocox.pipeline.stage import stage_layout
 from tests.peer.kept_chains import RUN, ChainMaker

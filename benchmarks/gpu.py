@@ -49,7 +49,7 @@ from benchmarks.memory import Bench
 from benchmarks.report import Column, Report, parser
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.rounds.rank_choice import stage_codec
+from dilocox.peer.rounds.record import stage_codec
 from dilocox.pipeline.partition import load_config
 from dilocox.pipeline.stage import chosen_device
 

@@ -32,8 +32,13 @@ from dilocox.compression.stage_codec import Phase
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.rounds.grid import Grid, Share
 from dilocox.peer.rounds.group import Ticket
-from dilocox.peer.rounds.rank_choice import stage_codec
-from dilocox.peer.rounds.record import Contribution, ReducedShare, RoundFacts, RoundRecord
+from dilocox.peer.rounds.record import (
+    Contribution,
+    ReducedShare,
+    RoundFacts,
+    RoundRecord,
+    stage_codec,
+)
 
 GROUPS = [(12, 12), (12, 4), (32, 32), (32, 8), (128, 128), (128, 32), (128, 16)]
 BYTES_PER_S, WAY_S = 10e6 / 8, 0.1

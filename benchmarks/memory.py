@@ -49,9 +49,9 @@ from dilocox.dht.manifest import Manifest
 from dilocox.peer.averaging.averager import StageBuffers
 from dilocox.peer.memory_and_disk import PROCESSES_BYTES
 from dilocox.peer.process.prepare import StageNeeds, local_model
-from dilocox.peer.rounds.rank_choice import outer_step
+from dilocox.peer.rounds.outer_step import outer_step
 from dilocox.peer.training.merge import RecordFacts, Remainder
-from dilocox.peer.training.snapshots import Snapshots
+from dilocox.peer.training.snapshot_taking import Snapshots
 from dilocox.peer.training.unsent_progress import chunks
 from dilocox.pipeline.partition import plan_stages
 from dilocox.pipeline.stage import parameter_shapes

@@ -13,7 +13,7 @@ from benchmarks.simulated_swarm import Rule, World
 from dilocox.compression.layout import FlatLayout, split
 from dilocox.compression.stage_codec import Compression, StageCodec
 from dilocox.dht.manifest import CodecSpec
-from dilocox.peer.rounds.rank_choice import compression
+from dilocox.peer.rounds.record import compression
 from dilocox.pipeline.stage import parameter_shapes
 
 SOURCE, DILOCO = "OpenDiLoCo", "DiLoCo"

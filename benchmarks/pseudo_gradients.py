@@ -23,8 +23,8 @@ from dilocox.compression.stage_codec import StageCodec
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.process.prepare import open_corpus
 from dilocox.peer.rounds.outer_step import OuterStep
-from dilocox.peer.rounds.rank_choice import RoundPlan, stage_codec
-from dilocox.peer.rounds.record import RoundRecord
+from dilocox.peer.rounds.rank_choice import RoundPlan
+from dilocox.peer.rounds.record import RoundRecord, stage_codec
 from dilocox.peer.training.inner_optimizer import InnerOptimizer, clip_factor, learning_rate
 from dilocox.peer.training.merge import (
     Merge,

@@ -33,8 +33,8 @@ from dilocox.peer.averaging.averager import StageAverager, StageBuffers
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.options import PeerOptions
 from dilocox.peer.rounds.group import AttemptResult, ExchangeOrder, Plan, tokens_cap
-from dilocox.peer.rounds.rank_choice import RoundPlan, stage_codec
-from dilocox.peer.rounds.record import RoundRecord, digest_of, parse_record
+from dilocox.peer.rounds.rank_choice import RoundPlan
+from dilocox.peer.rounds.record import RoundRecord, digest_of, parse_record, stage_codec
 
 RUN = "c0dec" * 6 + "00"  # 32 hex digits, as a run id has
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"

@@ -89,7 +89,7 @@ class Manifest:
     protocol: version of the rules that all peers follow.
     seed: of the initial weights and the order of the data.
     model: Hugging Face configuration with its model_type; in run.yaml also the name of a preset, or
-        {from: a checkpoint}, which pipeline/checkpoint.py reads.
+        {from: a checkpoint}, which pipeline/pretrained.py reads.
     preset: the preset that `model` came from.
     stages: slices that the model is cut into.
     end_tokens: the run ends when it has trained on so many.

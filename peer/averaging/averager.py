@@ -84,8 +84,7 @@ from dilocox.peer.rounds.group import (
     attempt_setup,
 )
 from dilocox.peer.rounds.group_calls import GroupCalls
-from dilocox.peer.rounds.outer_step import anchor_sha256
-from dilocox.peer.rounds.rank_choice import move_anchor
+from dilocox.peer.rounds.outer_step import anchor_sha256, move_anchor
 from dilocox.peer.rounds.record import RecordRefused, RoundRecord, digest_of
 from dilocox.peer.rounds.vote_count import Verdict
 from dilocox.pipeline.stage import chosen_device

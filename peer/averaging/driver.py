@@ -39,8 +39,8 @@ from dilocox.peer.rounds.group import (
     TooFew,
     tokens_cap,
 )
-from dilocox.peer.rounds.rank_choice import RoundPlan, stage_codec
-from dilocox.peer.rounds.record import SendFacts
+from dilocox.peer.rounds.rank_choice import RoundPlan
+from dilocox.peer.rounds.record import SendFacts, stage_codec
 from dilocox.peer.rounds.vote_count import AloneWatch, Verdict
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from dilocox.compression.layout import FlatLayout
 from dilocox.dht.join import Joined
 from dilocox.peer.chain.store import RoundLog
 from dilocox.peer.options import PeerOptions
-from dilocox.peer.rounds.rank_choice import stage_codec
+from dilocox.peer.rounds.record import stage_codec
 
 
 @dataclass(frozen=True, kw_only=True)

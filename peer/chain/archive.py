@@ -64,7 +64,7 @@ from dilocox.peer.chain.store import (
 )
 from dilocox.peer.chain.uploads import Source, find_in_log, open_state
 from dilocox.peer.rounds.ballots import check_certificate
-from dilocox.peer.rounds.rank_choice import outer_step
+from dilocox.peer.rounds.outer_step import outer_step
 from dilocox.peer.rounds.record import RecordRefused, RoundRecord, digest_of, parse_header
 
 logger = logging.getLogger(__name__)

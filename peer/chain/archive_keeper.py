@@ -41,8 +41,8 @@ from dilocox.dht.rpc import Client, LoopThread, byte_kind, handler_name
 from dilocox.dht.swarm import Swarm
 from dilocox.dht.upload_limit import UploadLimit
 from dilocox.peer.chain.archive import StageArchive
-from dilocox.peer.chain.history_keeper import HistoryKeeper
 from dilocox.peer.chain.record_check import RecordCheck
+from dilocox.peer.chain.round_history import HistoryKeeper
 from dilocox.peer.chain.store import keep_manifest
 from dilocox.peer.chain.uploads import Source, Uploads
 from dilocox.pipeline.stage import stage_layout

@@ -12,13 +12,13 @@ from dilocox.compression.workers import ALONE, Workers
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.rounds.ballots import check_certificate
 from dilocox.peer.rounds.group import tokens_cap
-from dilocox.peer.rounds.rank_choice import stage_codec
 from dilocox.peer.rounds.record import (
     RecordRefused,
     RoundRecord,
     digest_of,
     max_record_bytes,
     parse_record,
+    stage_codec,
 )
 from dilocox.peer.rounds.standing import most_tokens
 

@@ -38,8 +38,8 @@ from dilocox.peer.chain.snapshot_files import (
     state_sha256,
 )
 from dilocox.peer.chain.store import Entry, KeptState
-from dilocox.peer.rounds.outer_step import OuterStep, anchor_sha256
-from dilocox.peer.rounds.rank_choice import RoundPlan, move_anchor
+from dilocox.peer.rounds.outer_step import OuterStep, anchor_sha256, move_anchor
+from dilocox.peer.rounds.rank_choice import RoundPlan
 from dilocox.peer.rounds.record import RecordRefused, RoundRecord
 from dilocox.pipeline.stage import build_stage, flatten_parameters, stage_layout
 

@@ -20,7 +20,7 @@ import json
 import logging
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, cast
@@ -30,8 +30,24 @@ from pydantic import Field, TypeAdapter
 from dilocox.dht.files import disk_fault, make_folder, write_atomically
 from dilocox.dht.identity import Identity, public_key_of, verify
 from dilocox.dht.manifest import Manifest
+from dilocox.dht.records import (
+    ClaimRecord,
+    Record,
+    ReplicaRecord,
+    StageRecord,
+    replica_key,
+    stage_key,
+)
 from dilocox.dht.rpc import REFUSED, Blob, CallRefused, Client
-from dilocox.peer.chain.stated import MAX_LOSS, MAX_NUMBER
+from dilocox.dht.swarm import Swarm
+from dilocox.peer.chain.stated import (
+    LIVE_ROUNDS,
+    MAX_LOSS,
+    MAX_NUMBER,
+    leading,
+    more_voids,
+    stated_losses,
+)
 from dilocox.peer.chain.uploads import Source
 
 logger = logging.getLogger(__name__)
@@ -46,6 +62,12 @@ FIRST = -2  # less than any round
 SHORT_DIGEST = 16  # hex digits
 SPARE_LINES = 1000
 MAX_TIME = 1e11  # which is still a date
+READ_LIMIT_S = 3.0
+OPEN_ROUNDS = 8  # the newest ones, of which more may be heard
+SIZED_AFTER = 3  # rounds after which no stage is waited for
+LEAST_S = 0.5  # between two rounds, or their times are too rough for a throughput
+BACKLOG = 4096  # records of which the headers are read
+MAX_HEARD = 64  # rounds whose losses are remembered until they are committed
 
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Loss = Annotated[float, Field(ge=-MAX_LOSS, le=MAX_LOSS)]
@@ -285,3 +307,147 @@ def checked_page(blob: Blob, peer: str, run: str, after: int) -> tuple[list[Hist
     if (of_run, asked) != (run, after) or len(rows) > PAGE_ROWS or not rising:
         raise CallRefused(f"the history of {peer} is no answer to what was asked")
     return rows, more
+
+
+# ---- what a bootstrap writes ---------------------------------------------------------------------
+Since = Callable[[Collection[str], int], list[ClaimRecord]]
+"""Records of a chain from after those that are known, by the beginnings of their digests, oldest
+first, at most so many.
+"""
+
+
+class HistoryKeeper:
+    """Writes a history beside a bootstrap and gives it. A fault of its disk: EnvironmentFault.
+
+    Rounds come from the archive of stage 0, which has checked their records; losses, peers and void
+    rounds from what peers state at that time. What is known later of the newest rounds, such as
+    validation losses, is added to their rows; what a row says stays. `look` belongs to the
+    bootstrap's thread, `take` to the archive's.
+    """
+
+    def __init__(
+        self,
+        history: RoundHistory,
+        identity: Identity,
+        run: str,
+        stages: int,
+        now: Callable[[], float],
+    ):
+        """now: run time, in seconds."""
+        self._history = history
+        self._identity = identity
+        self._run = run
+        self._stages = stages
+        self._now = now
+        self._lock = threading.Lock()
+        self._follows = False
+        self._train: dict[int, float] = {}
+        self._validation: dict[int, float] = {}
+        self._sizes: dict[int, dict[int, int]] = {}  # bytes of records by round and stage
+        self._voids_of: dict[str, int] = {}
+        self._voids = 0.0  # that no row has yet
+        self._present: tuple[int | None, int | None] = (None, None)  # peers and replicas
+
+    def page(self, after: int) -> Source:
+        """What is given of the rounds after this one."""
+        return signed_page(self._history, self._identity, self._run, after)
+
+    def look(self, swarm: Swarm, claims: Mapping[int, ClaimRecord]) -> None:
+        """Hear what heads and peers state now; claims: of the archive, by stage."""
+        asked: dict[str, type[Record]] = {
+            stage_key(self._run, stage): StageRecord for stage in range(self._stages)
+        }
+        asked[replica_key(self._run)] = ReplicaRecord
+        found = swarm.read_many(asked, READ_LIMIT_S, thorough=False)
+        if all(each is not None for each in found.values()):
+            told = cast("Mapping[str, Any]", found)
+            hosts = [told[stage_key(self._run, stage)] for stage in range(self._stages)]
+            self.hear(hosts, told[replica_key(self._run)], claims)
+
+    def hear(
+        self,
+        hosts: Sequence[Mapping[str, StageRecord]],
+        replicas: Mapping[str, ReplicaRecord],
+        claims: Mapping[int, ClaimRecord],
+    ) -> None:
+        """The same of what was read: peers by stage, replicas by head."""
+        present = [{p: each for p, each in of.items() if each.state != "left"} for of in hosts]
+        heads = leading(replicas, hosts[0])
+        stated = stated_losses(heads.values())
+        with self._lock:
+            self._train |= {number: round(loss, 5) for number, loss in stated.train.items()}
+            self._validation |= {n: round(loss, 5) for n, loss in stated.validation.items()}
+            for stage, claim in claims.items():
+                self._sizes.setdefault(claim.round, {})[stage] = claim.record_bytes
+            for table in (self._train, self._validation, self._sizes):
+                for number in sorted(table)[:-MAX_HEARD]:
+                    del table[number]
+            self._present = sum(map(len, present)), len(heads)
+            self._voids += sum(more_voids(peers, self._voids_of) for peers in present)
+            self._voids_of = {p: each.voids for peers in present for p, each in peers.items()}
+            if -1 in self._validation and not self._history.newest(1):
+                self._history.add(HistoryRow(-1, 0, "", None, 0))
+            self._fill()
+
+    def take(self, since: Since, *, claimed: bool = True) -> None:
+        """Take in what is new in the chain of stage 0.
+
+        claimed: whether others were seen to claim rounds: until then the archive cannot know what
+        it missed, and what comes first may be old.
+        """
+        with self._lock:
+            known = self._history.newest(MAX_HEARD)
+        found = since([row.digest for row in known], BACKLOG)  # it may read long from a slow disk
+        with self._lock:
+            new = [each for each in found if self._new(each)]
+            begins = all(row.round < 0 for row in known) and bool(new) and new[0].round == 0
+            live = (self._follows or begins) and len(new) <= LIVE_ROUNDS
+            self._follows |= claimed
+            at = self._now() if live else None
+            speed = self._speed(new[-1], at) if new and at is not None else None
+            for each in new:
+                self._commit(each, at, speed)
+            self._fill()
+
+    def revise(self, manifest: Manifest) -> None:
+        """Go on under a newer revision, which may have set rounds aside."""
+        with self._lock:
+            if self._history.revise(manifest):
+                self._train.clear()  # heads tell of the rounds before until they go back
+                self._validation.clear()
+
+    def _new(self, claim: ClaimRecord) -> bool:
+        row = self._history.get(claim.rules, claim.round)
+        known = row is not None and claim.digest.startswith(row.digest)
+        return not known and self._history.counts(claim.rules, claim.round)
+
+    def _speed(self, newest: ClaimRecord, at: float) -> float | None:
+        """Tokens a second since the row before, of all rounds that are found together with this
+        newest one."""
+        for row in self._history.newest(1):
+            if row.at is not None and at >= row.at + LEAST_S:
+                return round(max(0, newest.chain_tokens - row.tokens) / (at - row.at), 2)
+        return None
+
+    def _commit(self, claim: ClaimRecord, at: float | None, speed: float | None) -> None:
+        digest, (peers, replicas) = claim.digest[:SHORT_DIGEST], self._present
+        row = HistoryRow(claim.round, claim.rules, digest, None, claim.chain_tokens)
+        if at is not None:
+            row = row._replace(at=round(at, 2), tokens_per_s=speed, peers=peers, replicas=replicas)
+            row = row._replace(voids=int(self._voids))
+            self._voids -= int(self._voids)
+        self._sizes.setdefault(claim.round, {})[0] = claim.record_bytes
+        self._history.add(row)
+
+    def _fill(self) -> None:
+        """Add to the newest rows what is known by now."""
+        for age, row in enumerate(reversed(self._history.newest(OPEN_ROUNDS))):
+            sizes = self._sizes.get(row.round, {})
+            told = len(sizes) == self._stages or age >= SIZED_AFTER
+            known = row._replace(
+                train=self._train.get(row.round),
+                validation=self._validation.get(row.round),
+                record_bytes=sum(sizes.values()) if sizes and told else None,
+            )
+            if (filled := row.filled(known)) != row:
+                self._history.add(filled)

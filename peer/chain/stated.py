@@ -18,6 +18,17 @@ ROUNDS_AHEAD = 8  # of most replicas one may be
 LIVE_ROUNDS = 3  # more at once were not followed as they came, and nobody knows when that was
 
 
+def leading(
+    replicas: Mapping[str, ReplicaRecord], hosts: Collection[str]
+) -> dict[str, ReplicaRecord]:
+    """Of replicas by head those that the head itself leads, as one of the hosts of stage 0."""
+    return {
+        head: each
+        for head, each in replicas.items()
+        if each.members[:1] == (head,) and head in hosts
+    }
+
+
 @dataclass(frozen=True)
 class StatedLosses:
     """By round, in nats a token: train losses of rounds under way, validation losses of anchors.

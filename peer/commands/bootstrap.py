@@ -37,8 +37,7 @@ from dilocox.dht.node import RunDHT
 from dilocox.dht.records import MANIFEST_LIFETIME_S
 from dilocox.dht.swarm import Swarm
 from dilocox.peer.chain.archive_keeper import Archive
-from dilocox.peer.chain.history_keeper import HistoryKeeper
-from dilocox.peer.chain.round_history import FILE, RoundHistory
+from dilocox.peer.chain.round_history import FILE, HistoryKeeper, RoundHistory
 from dilocox.peer.chain.store import archive_folder
 from dilocox.peer.commands.operate import checked_manifest
 from dilocox.peer.http_pages import (

@@ -56,13 +56,13 @@ from dilocox.dht.manifest import Manifest
 from dilocox.peer.options import AnchorOptions, ExportOptions, GenerateOptions
 from dilocox.peer.os_process import STOPPED, StopSignal
 from dilocox.peer.state_folder import StateFolder
-from dilocox.pipeline.checkpoint import split_commit
 from dilocox.pipeline.partition import build_skeleton
+from dilocox.pipeline.pretrained import split_commit
 from dilocox.pipeline.stage import constant_buffers, parameter_shapes
 
 if TYPE_CHECKING:  # hivemind comes with both, and a text is continued without it
     from dilocox.dht.join import Joined
-    from dilocox.peer.chain.download import AnchorPlace
+    from dilocox.peer.chain.visitor_download import AnchorPlace
 
 
 def run_export_command(options: ExportOptions) -> int:
@@ -115,7 +115,7 @@ def export_run(
         InvalidInput: something else is at `folder`.
         EnvironmentFault: nobody gives the anchors, disk trouble, or no tokenizer.
     """
-    from dilocox.peer.chain.download import AnchorPlace, download_anchors
+    from dilocox.peer.chain.visitor_download import AnchorPlace, download_anchors
     from dilocox.peer.process.run_tokenizer import reachable_tokenizer
 
     manifest = joined.manifest
@@ -144,8 +144,8 @@ def export_run(
 
 def _tokens_by_peer(joined: Joined, timeout_s: float) -> Counter[str]:
     """The tokens of each peer in the records of all stages that can be had, over their number."""
-    from dilocox.peer.chain.download import claimed_chain, list_chain
     from dilocox.peer.chain.summary import tokens_by_peer
+    from dilocox.peer.chain.visitor_download import claimed_chain, list_chain
 
     async def listed(stage: int) -> Counter[str]:
         chain = await claimed_chain(joined, stage, time.monotonic() + timeout_s)

@@ -36,7 +36,6 @@ from dilocox.dht.records import StageRecord, averaging_prefix, stage_key
 from dilocox.dht.rpc import Client
 from dilocox.dht.upload_limit import UploadLimit
 from dilocox.peer.chain import summary as of_chains
-from dilocox.peer.chain.download import ClaimedChain, claimed_chain, download_chain, list_chain
 from dilocox.peer.chain.replay import Replayed, replay
 from dilocox.peer.chain.round_history import (
     FILE,
@@ -48,6 +47,12 @@ from dilocox.peer.chain.round_history import (
 )
 from dilocox.peer.chain.store import KeptChain, KeptRun, kept_run
 from dilocox.peer.chain.summary import ChainRound, grouped, tokens_by_peer
+from dilocox.peer.chain.visitor_download import (
+    ClaimedChain,
+    claimed_chain,
+    download_chain,
+    list_chain,
+)
 from dilocox.peer.options import LogOptions, VerifyOptions
 from dilocox.peer.os_process import STOPPED, StopSignal, counted, write_json, write_text
 

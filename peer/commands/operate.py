@@ -53,7 +53,7 @@ def completed(given: dict[str, Any]) -> dict[str, Any]:
     `with_formats` and `described_by`.
     """
     given = with_formats(given)
-    from dilocox.pipeline.checkpoint import described_by
+    from dilocox.pipeline.pretrained import described_by
 
     return described_by(given)
 

@@ -25,7 +25,7 @@ from huggingface_hub.utils import disable_progress_bars
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.join import Joined, visiting
 from dilocox.dht.manifest_revisions import ManifestWatch
-from dilocox.peer.chain.download import counted_claims
+from dilocox.peer.chain.visitor_download import counted_claims
 from dilocox.peer.commands.export import export_run, shown_rounds
 from dilocox.peer.options import PushOptions
 from dilocox.peer.os_process import STOPPED, StopSignal

@@ -39,7 +39,7 @@ from dilocox.dht.errors import DilocoxError, EnvironmentFault, InvalidInput
 from dilocox.dht.join import Joined, visiting
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_revisions import ManifestWatch
-from dilocox.peer.chain.download import counted_claims
+from dilocox.peer.chain.visitor_download import counted_claims
 from dilocox.peer.commands.export import DEFAULT_TOKENS, DTYPES, TextModel, export_run, shown_rounds
 from dilocox.peer.http_pages import (
     Page,

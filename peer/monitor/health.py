@@ -95,7 +95,9 @@ def _without_hosts(look: SwarmLook, history: SwarmHistory) -> Health | None:
         return Health("waiting", "waiting for the first peers")
     bare = tuple(stage for stage in empty if not states[stage])
     if bare:
-        no_peers = "no stage has a peer" if len(bare) == len(stages) else _lacks(bare)
+        has = "has" if len(bare) == 1 else "have"
+        every = len(bare) == len(stages)
+        no_peers = "no stage has a peer" if every else f"{_named(bare)} {has} no peer"
         return Health("blocked", f"blocked: {no_peers}", empty)
     return Health("waiting", f"waiting: the peers of {_named(empty)} are joining", empty)
 
@@ -128,14 +130,9 @@ def clock(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, timezone.utc).strftime("%H:%M UTC")
 
 
-def _lacks(stages: Sequence[int]) -> str:
-    return f"{_named(stages)} {'has' if len(stages) == 1 else 'have'} no peer"
-
-
 def _named(stages: Sequence[int]) -> str:
     if len(stages) == 1:
         return f"stage {stages[0]}"
-    shown = [str(number) for number in stages[:MAX_NAMED]]
-    if len(stages) > MAX_NAMED:
-        return f"stages {', '.join(shown)} and {len(stages) - MAX_NAMED} more"
-    return f"stages {', '.join(shown[:-1])} and {shown[-1]}"
+    shown, more = [str(number) for number in stages[:MAX_NAMED]], len(stages) - MAX_NAMED
+    last = f"{more} more" if more > 0 else shown.pop()
+    return f"stages {', '.join(shown)} and {last}"

@@ -3,24 +3,18 @@
 Everything is bounded: the curve joins points when they are too many, samples double their spacing.
 All of it is one JSON file, so that a monitor that starts again has its counters still, and the
 curve even where no bootstrap gives the history of the run.
-
-`StageRounds` is what it keeps of one stage's chain: sums for good, details of the newest rounds.
-A record counts once, however often it is met; when the chain turns out to go on elsewhere, what the
-abandoned records added is taken away again.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
@@ -29,22 +23,18 @@ from dilocox.dht.manifest import Manifest
 from dilocox.dht.names import MAX_NAME, cut, shown_peer
 from dilocox.dht.records import ReplicaRecord
 from dilocox.peer.chain import summary
-from dilocox.peer.chain.round_history import HistoryRow
-from dilocox.peer.chain.stated import LIVE_ROUNDS, ROUNDS_AHEAD, more_voids, stated_losses
-from dilocox.peer.chain.summary import ChainRound, Stated, token_seconds_by_peer, tokens_by_peer
-from dilocox.peer.monitor.chains import DETAILED, Walk
-from dilocox.peer.monitor.curve import Curve
+from dilocox.peer.chain.round_history import FIRST, HistoryRow
+from dilocox.peer.chain.stated import ROUNDS_AHEAD, more_voids, stated_losses
+from dilocox.peer.chain.summary import Stated
+from dilocox.peer.monitor.chains import StageRounds, Walk
 from dilocox.peer.monitor.events import EventLog
 from dilocox.peer.monitor.look import SwarmLook
 
 logger = logging.getLogger(__name__)
 
 VERSION = 3  # of the file
-MAX_KNOWN = 20_000
-MAX_GAPS = 8
-RATE_WINDOW_S = 3600.0
-MAX_TIMES = 64
-USUAL_TIMES = 9  # of the newest rounds, for how long one usually takes
+MAX_POINTS = 1200  # of the curve
+WHOLE = 64  # of the first and of the newest rounds, each for itself
 MAX_SAMPLES = 720
 SAMPLE_S = 5.0
 MAX_REMEMBERED = 4096  # heads whose last fault is known, and peers that are known again
@@ -52,122 +42,93 @@ MAX_REMEMBERED = 4096  # heads whose last fault is known, and peers that are kno
 Sample = tuple[float, float, int]  # at, tokens/s, peers
 
 
-@dataclass(kw_only=True)
-class StageRounds:
-    """One stage's chain.
+class Point(NamedTuple):
+    """A round, or several: then what it says is of the last of them that says it. In this order
+    the status page gets it.
 
-    tokens, token_seconds: by peer id. gaps: digests of records that nobody gave, and how often they
-    were asked for again. head: the newest round. rounds: of the chain; records_seen: the same for a
-    counter, which never falls, not even when the chain goes on elsewhere.
-    paced_from: rounds from before it say nothing of the pace, seconds since the epoch.
-    times: when rounds were seen to come, by their number; those that were there before have none.
-    known: the round of each record that is counted, by digest. recent: the newest ones by number.
+    tokens: of the whole chain. at: run time in seconds. low, high: of the validation losses.
     """
 
-    tokens: Counter[str] = field(default_factory=Counter[str])
-    token_seconds: Counter[str] = field(default_factory=Counter[str])
-    gaps: dict[str, int] = field(default_factory=dict[str, int])
-    head: ChainRound | None = None
-    chain_tokens: int = 0
-    rounds: int = 0
-    records_seen: int = 0
-    paced_from: float = 0.0
-    times: dict[int, float] = field(default_factory=dict[int, float])
-    known: dict[str, int] = field(default_factory=dict[str, int])
-    recent: dict[int, ChainRound] = field(default_factory=dict[int, ChainRound])
+    round: int
+    tokens: int | None = None
+    at: float | None = None
+    train: float | None = None
+    validation: float | None = None
+    low: float | None = None
+    high: float | None = None
+    tokens_per_s: float | None = None
+    peers: int | None = None
 
-    @property
-    def progress_at(self) -> float | None:
-        """When the newest round was seen to come."""
-        return self.times[max(self.times)] if self.times else None
+    @classmethod
+    def of(cls, row: HistoryRow) -> Point:
+        loss = row.validation
+        known = (row.round, row.tokens, row.at, row.train, loss, loss, loss)
+        return cls(*known, row.tokens_per_s, row.peers)
 
-    def add(self, walk: Walk, now: float, root: str) -> None:
-        """Take in a walk from the head or from a gap; root: what stands before the first record."""
-        if not walk.rounds:
-            if walk.start in self.gaps:
-                self.gaps[walk.start] += 1
-            return
-        from_head = walk.start not in self.gaps
-        live = from_head and self.records_seen > 0 and len(walk.rounds) <= LIVE_ROUNDS
-        if walk.connected and from_head:
-            if self.rounds and walk.end != root and walk.end not in self.known:
-                return  # it began before the operator went back, and ends where nothing counts
-            last = -1 if walk.end == root else self.known.get(walk.end, -1)
-            self._take_away(last, {each.digest for each in walk.rounds})
-        for each in reversed(walk.rounds):
-            if each.digest in self.known:
-                continue
-            self.known[each.digest] = each.round
-            self.recent[each.round] = each
-            self.rounds += 1
-            self.records_seen += 1
-            self.tokens.update(tokens_by_peer([each]))
-            self.token_seconds.update(token_seconds_by_peer([each]))
-            if live:
-                self.times[each.round] = now
-        self.tokens.update(walk.folded)
-        self.token_seconds.update(walk.folded_seconds)
-        self.gaps.pop(walk.start, None)
-        if not walk.connected and len(self.gaps) < MAX_GAPS:
-            self.gaps[walk.end] = 0
-        if from_head:
-            newest = walk.rounds[0]
-            self.head, self.chain_tokens = newest, newest.chain_tokens
+    def over(self, older: Point) -> Point:
+        """This point, with what only the older one knows."""
+        pairs = zip(self, older, strict=True)
+        return Point._make(before if mine is None else mine for mine, before in pairs)
+
+    def joined(self, later: Point) -> Point:
+        """One point for two neighbours."""
+        lows = [each.low for each in (self, later) if each.low is not None]
+        highs = [each.high for each in (self, later) if each.high is not None]
+        low, high = min(lows, default=None), max(highs, default=None)
+        return later.over(self)._replace(low=low, high=high)
+
+
+@dataclass(kw_only=True)
+class Curve:
+    """Losses, throughput and peers by round, of the whole run in at most MAX_POINTS points.
+
+    It is made of what bootstraps keep of every round (chain/round_history.py) and of what this
+    monitor sees itself, which is newer, and all there is where no bootstrap tells. Beyond the limit
+    neighbours become one point, evenly over all rounds but for the first and the newest ones; the
+    range of their validation losses stays.
+    points: by round. told: the newest round that a bootstrap has told of.
+    """
+
+    points: dict[int, Point] = field(default_factory=dict[int, Point])
+    told: int = FIRST
+
+    def take(self, rows: Iterable[HistoryRow]) -> None:
+        """What bootstraps say, which is more than this monitor can have seen."""
+        for row in rows:
+            self.points[row.round] = Point.of(row).over(self._at(row.round))
+            self.told = max(self.told, row.round)
         self._thin()
 
-    def go_back(self, last: int, now: float) -> None:
-        """Take away the rounds after this one, as the operator did; the pace begins anew."""
-        self.paced_from = now
-        self._take_away(last)
-        older = [digest for digest, number in self.known.items() if number > last]
-        for digest in older:  # of these nothing but their number is known
-            del self.known[digest]
-        self.rounds -= len(older)
-        self.times = {number: at for number, at in self.times.items() if number <= last}
-        if (newest := max(self.recent, default=None)) is not None:
-            base = self.recent[newest]
-            self.head, self.chain_tokens = base, base.chain_tokens
-        elif last < 0:
-            self.head, self.chain_tokens = None, 0
+    def see(self, seen: Point) -> None:
+        """What this monitor saw of a round, or heard of its losses."""
+        self.points[seen.round] = seen.over(self._at(seen.round))
+        self._thin()
 
-    def per_hour(self, now: float) -> float | None:
-        """Rounds an hour, from those that were seen to come; None while there are too few."""
-        begin = max(now - RATE_WINDOW_S, self.paced_from)
-        times = self._times_since(begin)
-        if len(times) < 2 or now <= times[0]:  # several may have come at once, just now
-            return None
-        return (len(times) - 1) / (now - times[0]) * 3600
+    def go_back(self, last: int) -> None:
+        """Forget the rounds after this one."""
+        self.points = {number: each for number, each in self.points.items() if number <= last}
+        self.told = min(self.told, last)
 
-    @property
-    def usual_s(self) -> float:
-        """Median time between two of the last rounds that were seen to come, 0 while unknown."""
-        times = self._times_since(self.paced_from)[-USUAL_TIMES:]
-        steps = [late - early for early, late in pairwise(times)]
-        return median(steps) if steps else 0.0
+    def newest(self, name: str) -> tuple[int, float] | None:
+        """Round and value of the newest point that has this."""
+        values = ((number, getattr(each, name)) for number, each in self.points.items())
+        return max(((number, value) for number, value in values if value is not None), default=None)
 
-    def _times_since(self, begin: float) -> list[float]:
-        return [at for _, at in sorted(self.times.items()) if at >= begin]
-
-    def _take_away(self, last: int, kept: Collection[str] = ()) -> None:
-        """Uncount the rounds after this one, but for those with these digests."""
-        for number, each in list(self.recent.items()):
-            if number <= last or each.digest in kept:
-                continue
-            del self.recent[number]
-            self.known.pop(each.digest, None)
-            self.rounds -= 1
-            self.tokens.subtract(tokens_by_peer([each]))
-            self.token_seconds.subtract(token_seconds_by_peer([each]))
-            self.times.pop(number, None)
+    def _at(self, number: int) -> Point:
+        return self.points.get(number) or Point(round=number)
 
     def _thin(self) -> None:
-        for table, limit in ((self.times, MAX_TIMES), (self.recent, DETAILED)):
-            for number in sorted(table)[:-limit]:
-                del table[number]
-        if len(self.known) > MAX_KNOWN:
-            newest = sorted(self.known.items(), key=lambda item: -item[1])[:MAX_KNOWN]
-            self.known = dict(newest)
-        self.tokens, self.token_seconds = +self.tokens, +self.token_seconds  # none below one
+        if len(self.points) <= MAX_POINTS:
+            return
+        numbers = sorted(self.points)
+        middle, stride = numbers[WHOLE:-WHOLE], 2
+        while len({number // stride for number in middle}) > MAX_POINTS // 2:
+            stride *= 2
+        thinned: dict[int, Point] = {}
+        for number in middle:
+            point, before = self.points.pop(number), thinned.get(number // stride)
+            thinned[number // stride] = point if before is None else before.joined(point)
+        self.points |= {each.round: each for each in thinned.values()}
 
 
 @dataclass(frozen=True)
@@ -309,18 +270,14 @@ class SwarmHistory:
             if each.digest in chain.known:  # else what it led to does not count
                 at = chain.times.get(each.round)
                 peers = None if at is None else len(self.present)
-                self.curve.see(each.round, tokens=each.chain_tokens, at=at, peers=peers)
+                self.curve.see(Point(each.round, each.chain_tokens, at, peers=peers))
 
     def told(self, rows: Iterable[HistoryRow], manifest: Manifest) -> None:
         """Take in what bootstraps keep of the run's rounds."""
         head = self.stages[0].head
-        newest = None if head is None else head.round + ROUNDS_AHEAD  # rounds may come meanwhile
-        self.curve.take(
-            row
-            for row in rows
-            if not manifest.rolled_back(row.round, row.rules)
-            and (newest is None or row.round <= newest)
-        )
+        newest = math.inf if head is None else head.round + ROUNDS_AHEAD  # some come meanwhile
+        counting = (row for row in rows if not manifest.rolled_back(row.round, row.rules))
+        self.curve.take(row for row in counting if row.round <= newest)
 
     def shown(self, peer: str) -> str:
         """A peer as people see it, with the name that it stated last."""
@@ -380,9 +337,8 @@ class SwarmHistory:
         came = present.keys() - self.present.keys()
         self.joined_total += len(came)
         self.peers_total += len(came - self.met.keys())
-        for peer in present:
-            self.met.pop(peer, None)
-            self.met[peer] = None
+        gone = {peer: None for peer in self.met if peer not in present}
+        self.met = gone | dict.fromkeys(present)
         forget(self.met, MAX_REMEMBERED)
         for peer in self.present.keys() - present.keys():
             self.left_total += 1
@@ -418,9 +374,10 @@ class SwarmHistory:
         stated = stated_losses(replicas, self._counts)
         self.losses_not_finite = stated.not_finite
         for number, loss in stated.train.items():
-            self.curve.see(number, train=loss)
+            self.curve.see(Point(number, train=loss))
         for number, loss in stated.validation.items():
-            self.curve.see(number, validation=loss, tokens=0 if number < 0 else None)
+            tokens = 0 if number < 0 else None
+            self.curve.see(Point(number, tokens, validation=loss, low=loss, high=loss))
 
     def _fault(self, at: float, text: str) -> None:
         self.events.add(at, "fault", cut(text))
@@ -428,10 +385,9 @@ class SwarmHistory:
     @property
     def counters(self) -> tuple[float, ...]:
         """What must not fall when a monitor starts again, for whoever keeps it."""
-        seen = [chain.records_seen for chain in self.stages]
-        tokens = [chain.chain_tokens for chain in self.stages]
         told = (self.faults_total, self.joined_total, self.left_total, self.peers_total)
-        return (*told, *self.voids, *seen, *tokens)
+        seen = (n for each in self.stages for n in (each.records_seen, each.chain_tokens))
+        return (*told, *self.voids, *seen)
 
 
 _FILE = TypeAdapter(SwarmHistory)
@@ -444,9 +400,5 @@ def forget(table: dict[Any, Any], limit: int) -> None:
 
 
 def _mean(rows: list[Sample]) -> Sample:
-    count = len(rows)
-    return (
-        rows[0][0],
-        sum(speed for _, speed, _ in rows) / count,
-        round(sum(peers for *_, peers in rows) / count),
-    )
+    at, speeds, peers = zip(*rows, strict=True)
+    return at[0], fmean(speeds), round(fmean(peers))

@@ -23,7 +23,7 @@ from dilocox.dht.records import (
     stage_key,
 )
 from dilocox.dht.swarm_view import that_count
-from dilocox.peer.chain.stated import finite
+from dilocox.peer.chain.stated import finite, leading
 
 READ_LIMIT_S = 5.0
 PING_LIMIT_S = 3.0
@@ -73,11 +73,8 @@ class SwarmLook:
 class Looker:
     """Looks again and again; all in one thread."""
 
-    def __init__(
-        self, place: Joined, bootstraps: Iterable[str], *, ping_period_s: float = PING_PERIOD_S
-    ):
+    def __init__(self, place: Joined, bootstraps: Iterable[str]):
         self._place = place
-        self._ping_period_s = ping_period_s
         self._pinged_at = float("-inf")
         self._last = SwarmLook(
             at=place.clock.time(),
@@ -106,17 +103,13 @@ class Looker:
             answered=any(found[key] is not None for key in asked),
             stages=hosts,
             claims={stage: that_count(told, manifest) for stage, told in claims.items()},
-            replicas={
-                head: record
-                for head, record in replicas.items()
-                if record.members[:1] == (head,) and head in hosts[0]
-            },
+            replicas=leading(replicas, hosts[0]),
         )
         return self._last
 
     def _bootstraps(self) -> Mapping[str, bool]:
         now = time.monotonic()
-        if now < self._pinged_at + self._ping_period_s:
+        if now < self._pinged_at + PING_PERIOD_S:
             return self._last.bootstraps
         self._pinged_at = now
         try:

@@ -57,7 +57,12 @@ from dilocox.peer.state_folder import StateFolder
 
 logger = logging.getLogger(__name__)
 
-LOOKS_LATE_S = 60.0
+LOOKS_LATE_S = 60.0  # without a look for so long, it hangs
+# What it does less often than it looks:
+SAVE_S = 60.0  # write what it learnt
+MANIFEST_S = 5.0  # ask for the manifest
+GAP_S = 60.0  # ask again for a record that nobody gave
+HISTORY_S = 15.0  # ask bootstraps for what they keep of the newest rounds
 LONGEST_LOOK_PERIOD_S = 5.0
 SHORTEST_LOOK_PERIOD_S = 1.0
 JOIN_PAUSE_S = 10.0
@@ -76,14 +81,10 @@ MONITOR_RUNS = "another monitor uses this folder; stop it, or give this one anot
 
 
 class MonitorPages:
-    """The newest figures, and the pages that show them.
+    """The newest figures, and the pages that show them; alive: whether the monitor's parts live."""
 
-    alive: whether the monitor's parts live. late_s: without a look for so long, it hangs.
-    """
-
-    def __init__(self, alive: Callable[[], bool], *, late_s: float = LOOKS_LATE_S):
+    def __init__(self, alive: Callable[[], bool]):
         self._alive = alive
-        self._late_s = late_s
         self._status = Page(body=b"{}")
         self._metrics = Page(body=b"")
         self._cards: dict[str, Callable[[], bytes]] = {}
@@ -124,7 +125,7 @@ class MonitorPages:
         return make and Page(body=make(), content_type="image/svg+xml", headers=policy)
 
     def _looks(self) -> bool:
-        return self._looked_at is None or time.monotonic() - self._looked_at < self._late_s
+        return self._looked_at is None or time.monotonic() - self._looked_at < LOOKS_LATE_S
 
 
 def _asset(ending: str, kind: str) -> Page:
@@ -163,7 +164,7 @@ def run_monitor_command(options: MonitorOptions) -> int:
             try:
                 with join_run(options.invite, identity, listen=(), client_mode=True) as place:
                     stop.defer()
-                    _serve(Monitor(options, place, kept, trackers=trackers), options, stop)
+                    _serve(Monitor(options, place, kept, trackers), options, stop)
                 break
             except NodeDied:
                 if time.monotonic() - started < RESTART_AFTER_S:
@@ -207,29 +208,15 @@ class Monitor:
     """Looks, follows chains, remembers, and shows. All calls in one thread."""
 
     def __init__(
-        self,
-        options: MonitorOptions,
-        place: Joined,
-        kept: Path,
-        *,
-        trackers: Sequence[Tracker] = (),
-        save_s: float = 60.0,
-        manifest_s: float = 5.0,
-        gap_s: float = 60.0,
-        history_s: float = 15.0,
+        self, options: MonitorOptions, place: Joined, kept: Path, trackers: Sequence[Tracker] = ()
     ):
-        """kept: the history's file. trackers: what else rounds are written to.
-
-        What it does less often than it looks: save_s, write what it learnt; manifest_s, ask for the
-        manifest; gap_s, ask again for a record that nobody gave; history_s, ask bootstraps for what
-        they keep of the newest rounds. Raises EnvironmentFault.
+        """kept: the history's file. trackers: what else rounds are written to. Raises
+        EnvironmentFault.
         """
         manifest, now = place.manifest, place.clock.time()
         self.place = place
         self._invite = str(options.invite)
         self._kept = kept
-        self._save_s, self._manifest_s, self._gap_s = save_s, manifest_s, gap_s
-        self._history_s, self._history_at = history_s, float("-inf")
         self._trackers = trackers
         self._bootstraps = options.invite.peer_ids
         self._looker = Looker(place, self._bootstraps)
@@ -237,7 +224,7 @@ class Monitor:
         self._asked_at = self._saved_at = time.monotonic()
         self._history = SwarmHistory.load(kept, manifest.stages, manifest.root, now)
         self._saved = self._history.counters
-        self._gap_at = float("-inf")
+        self._gap_at = self._history_at = float("-inf")
         heartbeat_s = manifest.deadlines.heartbeat_s
         self._period_s = min(max(heartbeat_s, SHORTEST_LOOK_PERIOD_S), LONGEST_LOOK_PERIOD_S)
         self._sampler = Sampler(self._invite, kept.with_suffix(".log"))
@@ -261,7 +248,7 @@ class Monitor:
 
     def look(self) -> None:
         """Read, remember, show."""
-        if time.monotonic() >= self._asked_at + self._manifest_s:
+        if time.monotonic() >= self._asked_at + MANIFEST_S:
             self._asked_at = time.monotonic()
             self._watch.look()
         look = self._looker.look(self._watch.manifest)
@@ -279,7 +266,7 @@ class Monitor:
                 logger.warning("%s: rounds are not written now: %s", tracker.option, error)
         if (unreadable := self._watch.unreadable) is not None:  # it judges by older rules
             health = health.warned(str(unreadable))
-        late = time.monotonic() >= self._saved_at + self._save_s
+        late = time.monotonic() >= self._saved_at + SAVE_S
         if late or self._history.counters != self._saved:
             self._save()  # before they are shown: a counter must not fall when this one is killed
         self._sampler.turn(look.manifest, self._history, look.at)
@@ -307,7 +294,7 @@ class Monitor:
         told, curve = self._chains.take_history(), self._history.curve
         if told is not None:
             self._history.told(told, manifest)
-        if time.monotonic() >= self._history_at + self._history_s:
+        if time.monotonic() >= self._history_at + HISTORY_S:
             self._history_at = time.monotonic()
             # no bootstrap is believed to know rounds that the chain does not have
             head = self._history.stages[0].head
@@ -319,7 +306,7 @@ class Monitor:
     # ---- chains ----------------------------------------------------------------------------------
     def _follow(self, look: SwarmLook) -> None:
         """Have walked what is claimed and not known yet; else what could not be had before."""
-        retry = time.monotonic() >= self._gap_at + self._gap_s
+        retry = time.monotonic() >= self._gap_at + GAP_S
         for stage, chain in enumerate(self._history.stages):
             claims = look.claims.get(stage, {})
             start = followed(claims)

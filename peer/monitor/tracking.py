@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from typing import Any
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.files import make_folder, write_atomically
 from dilocox.peer.chain.round_history import FIRST, HistoryRow
-from dilocox.peer.monitor.curve import WHOLE, Curve, Point
+from dilocox.peer.monitor.history import WHOLE, Curve, Point
 
 NOTE = "tracked.json"
 SETTLED = 3  # rounds after which no more is expected to be known of one
@@ -52,9 +53,8 @@ class TensorBoard:
                 "--track writes with tensorboard, which is not installed: pip install "
                 "'dilocox[tracking]'"
             ) from error
-        self._make: Any = SummaryWriter
-        self._folder = str(folder)
-        self._writer = self._make(self._folder)
+        self._make: Any = partial(SummaryWriter, str(folder))
+        self._writer = self._make()
 
     def add(self, number: int, at: float | None, values: Mapping[str, float]) -> None:
         """A round's figures. at: seconds since the epoch, if known."""
@@ -64,7 +64,7 @@ class TensorBoard:
     def purge(self, first: int) -> None:
         """Hide the rounds from this one on, of those that are there."""
         self.close()
-        self._writer = self._make(self._folder, purge_step=first)
+        self._writer = self._make(purge_step=first)
 
     def flush(self) -> None:
         self._writer.flush()
@@ -126,10 +126,8 @@ class Wandb:
 
 
 class Tracker:
-    """Has the rounds of one run written into one folder; all calls in one thread.
-
-    Attributes:
-        option: the one that asked for it.
+    """Has the rounds of one run written into one folder, as `option` asks for; all calls in one
+    thread.
     """
 
     def __init__(self, folder: Path, run: str, writer: TensorBoard | Wandb):
@@ -192,9 +190,9 @@ class Tracker:
         self._open = {number: each for number, each in self._open.items() if number > settled}
         points = [each for each in points if each.round > self._written and each.tokens is not None]
         for point in points:
-            values = {tag: getattr(point, name) for tag, name in SCALARS.items()}
-            told_of = {tag: value for tag, value in values.items() if value is not None}
-            self._writer.add(point.round, point.at, told_of)
+            figures = {tag: getattr(point, name) for tag, name in SCALARS.items()}
+            known = {tag: value for tag, value in figures.items() if value is not None}
+            self._writer.add(point.round, point.at, known)
         if points:
             self._written = points[-1].round
             self._writer.flush()

@@ -20,17 +20,16 @@ import torch
 from torch import Tensor
 
 from dilocox.dht.errors import DilocoxError, EnvironmentFault, InvalidInput
-from dilocox.dht.invite import bootstrap_address
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.rpc import REFUSED, LoopThread, PeerBusy
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.chain.chain_client import ChainEnd, Limits, NoState, load_state
-from dilocox.peer.chain.download import ClaimedChain, claimed_chain
 from dilocox.peer.chain.rollback import STATE_NAME
 from dilocox.peer.chain.snapshot_files import made_whole, write_state
 from dilocox.peer.chain.store import INITIAL_NAME, KeptState, archive_folder, kept_state
+from dilocox.peer.chain.visitor_download import ClaimedChain, claimed_chain
 from dilocox.peer.rounds.outer_step import anchor_sha256
-from dilocox.pipeline.checkpoint import Checkpoint
+from dilocox.pipeline.pretrained import Checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +55,7 @@ def pinned(manifest: Manifest) -> Manifest:
 
 def archive_initial(state: Path, run: str, manifest: Manifest) -> None:
     """Put the initial weights of each stage where a bootstrap's archive gives them to others; what
-    is there stays.
-
-    Raises: see `Checkpoint.stage`; EnvironmentFault if the disk is full.
+    is there stays. Raises as `Checkpoint.stage`, EnvironmentFault if the disk is full.
     """
     for stage in range(len(manifest.initial.anchors)):
         folder = archive_folder(state, run, manifest) / f"stage{stage}" / INITIAL_NAME
@@ -81,74 +78,66 @@ def _read(manifest: Manifest, stage: int) -> Tensor:
     return anchor
 
 
-class InitialWeights:
-    """Where a peer begins that has no snapshot."""
+def load_initial(
+    local: LocalPeer, anchor: Tensor, momentum: Tensor, *, wait_s: float = WAIT_S
+) -> tuple[int, str]:
+    """Fill these vectors, [numel] fp32, with what a peer begins with that has no snapshot; the
+    round and the digest that they stand on.
 
-    def __init__(self, local: LocalPeer, *, wait_s: float = WAIT_S):
-        """wait_s: for somebody who gives them."""
-        self._local = local
-        self._wait_s = wait_s
+    wait_s: for somebody who gives them. Raises EnvironmentFault if nobody does in time.
+    """
+    try:
+        anchor.copy_(_read(local.manifest, local.stage))
+        return -1, local.manifest.root
+    except DilocoxError as error:
+        logger.info("taking the weights from others, for here: %s", error)
+    thread = LoopThread("initial weights", p2p=local.dht.replicate_p2p)
+    thread.start(START_LIMIT_S)
+    try:
+        kept = thread.ask(_taken(local, wait_s), LIMIT_S)
+    except ConnectionError as error:
+        raise EnvironmentFault(f"the initial weights did not come: {error}; try again") from error
+    finally:
+        thread.close()
+    load_state(kept.file, anchor, momentum)
+    kept.file.unlink()
+    return kept.round, kept.digest
 
-    def load(self, anchor: Tensor, momentum: Tensor) -> tuple[int, str]:
-        """Fill these vectors, [numel] fp32; the round and the digest that they stand on.
 
-        Raises EnvironmentFault if nobody gives them in time.
-        """
-        manifest = self._local.manifest
-        try:
-            anchor.copy_(_read(manifest, self._local.stage))
-            return -1, manifest.root
-        except DilocoxError as error:
-            logger.info("taking the weights from others, for here: %s", error)
-        thread = LoopThread("initial weights", p2p=self._local.dht.replicate_p2p)
-        thread.start(START_LIMIT_S)
-        try:
-            kept = thread.ask(self._taken(), LIMIT_S)
-        except ConnectionError as error:
-            raise EnvironmentFault(
-                f"the initial weights did not come: {error}; try again"
-            ) from error
-        finally:
-            thread.close()
-        load_state(kept.file, anchor, momentum)
-        kept.file.unlink()
-        return kept.round, kept.digest
+async def _taken(local: LocalPeer, wait_s: float) -> KeptState:
+    """From whoever gives them first."""
+    bootstraps = local.options.invite.peer_ids
+    give_up, last = time.monotonic() + wait_s, "nobody was asked"
+    while time.monotonic() < give_up:
+        claimed = await claimed_chain(local, local.stage, older=False, limits=Limits())
+        for peer in dict.fromkeys((*claimed.claims, *bootstraps)):
+            try:
+                return await _from(local, claimed, peer)
+            except REFUSED as error:
+                if isinstance(error, PeerBusy):  # it has them, and others take them now
+                    give_up = time.monotonic() + wait_s
+                last = str(error) or type(error).__name__
+                logger.info("no initial weights from %s: %s", peer[-6:], last)
+        await asyncio.sleep(LOOK_S)
+    raise EnvironmentFault(
+        f"nobody gives the initial weights of stage {local.stage} ({last}): the operator's "
+        f"bootstrap must run; or put the checkpoint at {local.manifest.initial.source!r}"
+    )
 
-    async def _taken(self) -> KeptState:
-        local = self._local
-        addresses = map(bootstrap_address, local.options.invite.bootstraps)
-        bootstraps = [address.peer_id for address in addresses]
-        give_up, last = time.monotonic() + self._wait_s, "nobody was asked"
-        while time.monotonic() < give_up:
-            claimed = await claimed_chain(local, local.stage, older=False, limits=Limits())
-            for peer in dict.fromkeys((*claimed.claims, *bootstraps)):
-                try:
-                    return await self._from(claimed, peer)
-                except REFUSED as error:
-                    if isinstance(error, PeerBusy):  # it has them, and others take them now
-                        give_up = time.monotonic() + self._wait_s
-                    last = str(error) or type(error).__name__
-                    logger.info("no initial weights from %s: %s", peer[-6:], last)
-            await asyncio.sleep(LOOK_S)
-        raise EnvironmentFault(
-            f"nobody gives the initial weights of stage {local.stage} ({last}): the operator's "
-            f"bootstrap must run; or put the checkpoint at {local.manifest.initial.source!r}"
-        )
 
-    async def _from(self, claimed: ClaimedChain, peer: str) -> KeptState:
-        """A newer state that the witness vouches for saves the records before it, unless those are
-        here already.
-        """
-        log, folder = self._local.open_log(), self._local.folder / "incoming"
-        chain, witness = claimed.chain, self._local.witness
-        told = claimed.claims.get(witness)
-        if not log.rounds() and (told is not None or not witness):
-            with suppress(NoState):
-                offer = await chain.offer(peer)
-                if told is not None:
-                    end = ChainEnd(digest=told.digest, round=told.round, teller=witness)
-                    await chain.check_leads_to(end, offer)
-                kept = await chain.download(offer, folder)
-                await asyncio.to_thread(log.start_from, offer.record_bytes, offer.certificate)
-                return kept
-        return await chain.initial(peer, folder)
+async def _from(local: LocalPeer, claimed: ClaimedChain, peer: str) -> KeptState:
+    """A newer state that the witness vouches for saves the records before it, unless those are here
+    already.
+    """
+    log, folder = local.open_log(), local.folder / "incoming"
+    chain, told = claimed.chain, claimed.claims.get(local.witness)
+    if not log.rounds() and (told is not None or not local.witness):
+        with suppress(NoState):
+            offer = await chain.offer(peer)
+            if told is not None:
+                end = ChainEnd(digest=told.digest, round=told.round, teller=local.witness)
+                await chain.check_leads_to(end, offer)
+            kept = await chain.download(offer, folder)
+            await asyncio.to_thread(log.start_from, offer.record_bytes, offer.certificate)
+            return kept
+    return await chain.initial(peer, folder)

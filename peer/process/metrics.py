@@ -1,13 +1,10 @@
 """What can be asked of a running peer over HTTP: metrics, health, readiness.
 
-Everything here is read in the threads of those who ask, while the peer trains: nothing waits, takes
-a lock for long, or asks another process.
-
-What: `METRICS` is a table of what the parts of a peer count, each read where it is counted at the
-moment somebody looks: a new metric is a line of it. Only what happens in events is counted here
-(`PeerMetrics.on_event`), as the reporter tells it (peer/training/report.py). Base units; labels
-only of a few values each, never a peer id or a round.
-How: the registry is our own, and there are no `_created` series, which would double their number.
+`METRICS` is a table of what the parts of a peer count, each read where it is counted, in the thread
+of whoever asks, while the peer trains: nothing waits, takes a lock for long, or asks another
+process. Only what happens in events is counted here (`PeerMetrics.on_event`), as the reporter tells
+it (peer/training/report.py). Base units; labels only of a few values each, never a peer id or a
+round; no `_created` series, which would double their number.
 """
 
 # RunDHT extends hivemind's DHT, which carries no types.
@@ -24,16 +21,13 @@ from typing import Any, get_args
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from dilocox import __version__
 from dilocox.dht.addresses import ReachKind
-from dilocox.dht.manifest import PROTOCOL_VERSION
 from dilocox.dht.records import StageRecord, figures_of
 from dilocox.peer.averaging.averager import StageAverager, StageBuffers
 from dilocox.peer.averaging.coordinator import Coordinator
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.http_pages import (
-    RUN_LABEL,
     MetricSpec,
     MetricTable,
     Pages,
@@ -43,7 +37,7 @@ from dilocox.peer.http_pages import (
     one_of,
     readiness_page,
 )
-from dilocox.peer.process.resting import Allowance
+from dilocox.peer.process.resting import ALWAYS, Allowance
 from dilocox.peer.state_folder import STATES
 from dilocox.peer.training.merge import Outcome
 from dilocox.peer.training.report import LoopMeter
@@ -81,6 +75,7 @@ class PeerMetrics:
     epoch: int | None = None
 
     def __post_init__(self) -> None:
+        self.run = self.local.run
         self._stage = str(self.local.stage)
         self._registry = CollectorRegistry()
         self._rounds = self._counter("rounds", "Rounds that ended, by outcome.", "outcome")
@@ -89,8 +84,7 @@ class PeerMetrics:
         )
         self._started_over = self._counter(
             "started_over", "Times that its weights were not finite, and became the anchor's."
-        )
-        self._started_over.labels(self._stage)  # shown from the start, with zero
+        ).labels(self._stage)  # shown from the start, with zero
         self._exchange = self._histogram(
             "exchange_duration", "Exchanges of committed rounds, from group to verdict."
         )
@@ -138,13 +132,13 @@ class PeerMetrics:
                 if facts["compression_error"] is not None:
                     self.compression_error = facts["compression_error"]
                 if facts["exchange_s"] is not None:
-                    self._exchange.labels(self._stage).observe(facts["exchange_s"])
+                    self._exchange.observe(facts["exchange_s"])
                 if facts["matchmaking_s"] is not None:
-                    self._matchmaking.labels(self._stage).observe(facts["matchmaking_s"])
+                    self._matchmaking.observe(facts["matchmaking_s"])
             case "void":
                 self._rounds.labels(self._stage, "void").inc()
             case "started_over":
-                self._started_over.labels(self._stage).inc()
+                self._started_over.inc()
             case "replica":
                 self.epoch = facts["epoch"]
             case "fault":  # at the head: one of its members
@@ -154,7 +148,7 @@ class PeerMetrics:
                 self._faults.labels(self._stage, role, facts["reason"]).inc()
             case "healed":
                 self.epoch = facts["epoch"]
-                self._heal.labels(self._stage).observe(facts["seconds"])
+                self._heal.observe(facts["seconds"])
             case _:
                 pass
 
@@ -169,17 +163,11 @@ class PeerMetrics:
     def moved_bytes(self) -> Mapping[tuple[str, str], int]:
         """By direction, and by what they were for."""
         network, swarm = self.network, self.local.swarm
-        by_direction = {
-            "sent": self.buffers.sent.read()
-            | {"activations": network.sent_bytes, "dht": swarm.sent_bytes},
-            "received": self.buffers.received.read()
-            | {"activations": network.received_bytes, "dht": swarm.received_bytes},
-        }
-        return {
-            (direction, kind): count
-            for direction, counts in by_direction.items()
-            for kind, count in counts.items()
-        }
+        sent, received = self.buffers.sent.read(), self.buffers.received.read()
+        sent |= {"activations": network.sent_bytes, "dht": swarm.sent_bytes}
+        received |= {"activations": network.received_bytes, "dht": swarm.received_bytes}
+        moved = {("sent", kind): count for kind, count in sent.items()}
+        return moved | {("received", kind): count for kind, count in received.items()}
 
     @property
     def refused(self) -> Mapping[str, int]:
@@ -199,21 +187,14 @@ class PeerMetrics:
     def _histogram(
         self, name: str, text: str, buckets: tuple[float, ...] = EXCHANGE_BUCKETS_S
     ) -> Histogram:
-        histogram = Histogram(
-            f"{PREFIX}{name}_seconds", text, ("stage",), buckets=buckets, registry=self._registry
-        )
-        histogram.labels(self._stage)  # shown from the start, with zeros
-        return histogram
+        name = f"{PREFIX}{name}_seconds"
+        made = Histogram(name, text, ("stage",), buckets=buckets, registry=self._registry)
+        return made.labels(self._stage)  # shown from the start, with zeros
 
 
 _Spec = MetricSpec[PeerMetrics]
 METRICS = (
-    _Spec(
-        "build_info",
-        "What runs here.",
-        lambda p: {(__version__, PROTOCOL_VERSION, p.local.run[:RUN_LABEL]): 1},
-        ("version", "protocol", "run"),
-    ),
+    *ALWAYS,
     _Spec("ready", "Whether this peer takes part in the run.", lambda p: not p.not_ready),
     _Spec(
         "reachable",
@@ -307,13 +288,6 @@ METRICS = (
         "Of states that this peer took from others.",
         lambda p: p.buffers.received.read()["state"],
     ),
-    # in the names of resting.py, which shows them while the peer rests
-    _Spec(
-        "month_traffic_bytes",
-        "Sent and received in this calendar month (UTC).",
-        lambda p: p.allowance.used_bytes,
-    ),
-    _Spec("month_traffic_limit_bytes", "Its limit.", lambda p: p.allowance.limit_bytes),
     _Spec(
         "hop_round_trip_seconds",
         "To a neighbour in the replica and back.",

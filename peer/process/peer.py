@@ -2,10 +2,8 @@
 
 The order matters. The DHT process and the averaging process are forked first, from the main thread
 and before CUDA is touched; the manifest comes through the first and shapes the second. Then the
-model is built, the last snapshot loaded, the coordinator's thread started, and training begins.
-
-`Assembly` puts the parts together: the thread that deals with the swarm, the network of the
-replica, and the loop that trains.
+model is built, the last snapshot loaded, the coordinator's thread started, and training begins:
+`Assembly` puts these parts together.
 """
 
 from __future__ import annotations
@@ -45,10 +43,10 @@ from dilocox.peer.memory_and_disk import (
 )
 from dilocox.peer.options import PeerOptions
 from dilocox.peer.os_process import RESTART_AFTER_S, StopRequested, StopSignal, start_again
-from dilocox.peer.process.initial_weights import InitialWeights
+from dilocox.peer.process.initial_weights import load_initial
 from dilocox.peer.process.metrics import PeerMetrics
 from dilocox.peer.process.prepare import StageNeeds, check_disk, held_out, local_model, open_corpus
-from dilocox.peer.process.resting import Allowance, RestWatch
+from dilocox.peer.process.resting import Allowance, rest_watch
 from dilocox.peer.process.run_tokenizer import reachable_tokenizer
 from dilocox.peer.process.starting_stage import announce_joining, chosen_stage
 from dilocox.peer.rounds.outer_step import anchor_sha256
@@ -59,7 +57,7 @@ from dilocox.peer.training.inner_optimizer import clip_factor
 from dilocox.peer.training.loop import Learner, Move, Revised
 from dilocox.peer.training.report import LoopMeter, Reporter
 from dilocox.peer.training.roles import Leading, Serving, Trainer
-from dilocox.peer.training.snapshots import Snapshots
+from dilocox.peer.training.snapshot_taking import Snapshots
 from dilocox.pipeline.frames import Frame, FrameLimits
 from dilocox.pipeline.head import Head
 from dilocox.pipeline.link import LinkLimits, link_of
@@ -77,14 +75,9 @@ logger = logging.getLogger(__name__)
 
 
 class Assembly:
-    """The parts of one peer that train, after everything is forked.
-
-    Attributes:
-        coordinator: the thread that deals with the swarm, not started yet.
-        network: the thread that deals with the replica, not started yet.
-        trainer: the loop; to be run while both threads run.
-        metrics: what can be asked of this peer over HTTP.
-        allowance: what its volunteer allows it, of which the metrics tell.
+    """The parts of one peer that train, after everything is forked: `coordinator` and `network`,
+    two threads that are not started yet, `trainer`, the loop that is to be run while both run, and
+    `metrics` and `allowance`, of which its pages tell.
     """
 
     def __init__(
@@ -105,7 +98,7 @@ class Assembly:
             local.snapshots, layout=layout.digest, period_s=60 * local.options.snapshot_minutes
         )
         local.open_log().drop_damaged(applied=snapshots.round)
-        start = InitialWeights(local).load if manifest.initial.anchors else None
+        start = partial(load_initial, local) if manifest.initial.anchors else None
         self._model = local_model(
             manifest,
             stage,
@@ -145,7 +138,7 @@ class Assembly:
             num_stages=manifest.stages,
             proven=lambda: self.coordinator.proven_heads.peers,
             turn_s=manifest.deadlines.record_lifetime_s,
-            on_change=self._wake,
+            on_change=lambda: self.network.wake(),  # noqa: PLW0108 - the loop looks at once
         )
         batch = manifest.batch
         self._shape = (batch.microbatch_size, batch.sequence_length, hidden_size(manifest.model))
@@ -178,10 +171,6 @@ class Assembly:
         )
         reporter.on_event, reporter.on_status = self.metrics.on_event, self.metrics.on_status
         self.trainer = self._trainer()
-
-    def _wake(self) -> None:
-        """A head left an order: the loop should look at once."""
-        self.network.wake()
 
     def _answer(self, peer: str, request: Frame) -> Frame:
         """To a head that asks for this peer; in the network thread."""
@@ -414,7 +403,7 @@ def _take_part(options: PeerOptions, joined: Joined, folder: StateFolder, stop: 
             assembly.coordinator.start()
             try:
                 pages = assembly.metrics.pages()
-                watch = RestWatch(assembly.allowance, joined.dht.carried_bytes, stop)
+                watch = rest_watch(assembly.allowance, joined.dht.carried_bytes, stop)
                 page = assembly.allowance.page()
                 at = options.metrics_host, options.metrics_port
                 with served(*at, pages, answer=page.answer, query=page.query), watch:

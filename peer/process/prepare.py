@@ -1,7 +1,5 @@
-"""What a peer sets up before it trains: device, stage with weights, text, held-out windows.
-
-`StageNeeds` is what the plan of a run asks of a peer of one stage: memory, disk and traffic. The
-doctor shows it; a peer that starts looks whether its machine has the room.
+"""What a peer sets up before it trains: stage with weights, text, held-out windows; and what its
+stage takes (`StageNeeds`): a peer that starts looks whether its machine has the room.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from dilocox.peer.memory_and_disk import (
     disk_free,
     size,
 )
-from dilocox.peer.rounds.rank_choice import stage_codec
+from dilocox.peer.rounds.record import stage_codec
 from dilocox.peer.state_folder import ASIDE
 from dilocox.peer.training.activations import activation_bytes
 from dilocox.peer.training.data import Corpus, check_tokenizer, held_out_digest, held_out_windows
@@ -38,7 +36,7 @@ from dilocox.peer.training.inner_optimizer import InnerOptimizer
 from dilocox.peer.training.loop import LocalModel
 from dilocox.peer.training.merge import Merge, MergeConfig
 from dilocox.peer.training.offload import OffloadedOptimizer
-from dilocox.peer.training.snapshots import JournaledSend, Snapshots
+from dilocox.peer.training.snapshot_taking import JournaledSend, Snapshots
 from dilocox.pipeline.frames import encoded_bytes
 from dilocox.pipeline.partition import hidden_size, plan_stages
 from dilocox.pipeline.stage import build_stage, flatten_parameters, stage_layout
@@ -58,13 +56,12 @@ def local_model(
     offload: bool = False,
     start: Callable[[torch.Tensor, torch.Tensor], tuple[int, str]] | None = None,
 ) -> LocalModel:
-    """The stage with its weights: those of the snapshot, or those of the manifest's seed.
+    """The stage with its weights: those of the snapshot, or those of the manifest's seed. Anchor,
+    momentum and what is sent lie in the shared buffers.
 
     offload: weights and optimizer stay on the CPU, whatever the device. start: where the run starts
-    from a checkpoint. Without a snapshot it puts anchor and momentum
-        into these two vectors, and says which round and record they stand on.
-
-    Anchor and momentum, and what is sent, lie in the shared buffers.
+    from a checkpoint. Without a snapshot it puts anchor and momentum into these two vectors, and
+    says which round and record they stand on.
     """
     built_on = "cpu" if offload else device
     module = build_stage(manifest.model, stage, manifest.stages, manifest.seed, built_on)

@@ -14,7 +14,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -73,10 +74,8 @@ class Allowance:
         machine: Machine | None = None,
     ):
         """clock: seconds since the epoch. local: the local time of such seconds. working: whether
-        the peer trains now. machine: what others use, where that matters.
-
-        Raises:
-            EnvironmentFault: the file of the traffic is damaged.
+        the peer trains now. machine: what others use, where that matters. Raises EnvironmentFault
+        where the file of the traffic is damaged.
         """
         self._options = options
         self._clock = clock
@@ -159,44 +158,33 @@ def _read_months(path: Path) -> dict[str, int]:
         ) from error
 
 
-class RestWatch:
+@contextmanager
+def rest_watch(
+    allowance: Allowance, traffic: Callable[[], int], stop: StopSignal, *, look_s: float = LOOK_S
+) -> Generator[None]:
     """A context in which a peer takes part, and is asked to leave when it should rest.
 
     traffic: bytes sent and received since the start. look_s: between two looks.
     """
+    closing = threading.Event()
 
-    def __init__(
-        self,
-        allowance: Allowance,
-        traffic: Callable[[], int],
-        stop: StopSignal,
-        *,
-        look_s: float = LOOK_S,
-    ):
-        self._allowance = allowance
-        self._traffic = traffic
-        self._stop = stop
-        self._look_s = look_s
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="rest", daemon=True)
-
-    def __enter__(self) -> RestWatch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._closing.set()
-        self._thread.join(CLOSE_LIMIT_S)
-        self._allowance.count(self._traffic(), last=True)
-
-    def _run(self) -> None:
-        while not self._closing.wait(self._look_s):
-            self._allowance.count(self._traffic())
-            self._allowance.look()
-            rest = self._allowance.rest()
-            if rest is not None and not self._stop.event.is_set():
+    def watch() -> None:
+        while not closing.wait(look_s):
+            allowance.count(traffic())
+            allowance.look()
+            rest = allowance.rest()
+            if rest is not None and not stop.event.is_set():
                 logger.info("leaving to rest: %s", rest.words)
-                self._stop.leave()
+                stop.leave()
+
+    thread = threading.Thread(target=watch, name="rest", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        closing.set()
+        thread.join(CLOSE_LIMIT_S)
+        allowance.count(traffic(), last=True)
 
 
 def wait_until_allowed(options: PeerOptions, *, look_s: float = LOOK_S) -> bool:
@@ -272,15 +260,26 @@ class Resting:
         write_atomically(self._status, json.dumps(known).encode(), durable=False)
 
 
-# In the names and labels of metrics.py, whose imports would take the memory of a peer.
-_Spec = MetricSpec[Resting]
-METRICS = (
-    _Spec(
+ALWAYS: tuple[MetricSpec[Any], ...] = (
+    MetricSpec(
         "build_info",
         "What runs here.",
         lambda p: {(__version__, PROTOCOL_VERSION, p.run[:RUN_LABEL]): 1},
         ("version", "protocol", "run"),
     ),
+    MetricSpec(
+        "month_traffic_bytes",
+        "Sent and received in this calendar month (UTC).",
+        lambda p: p.allowance.used_bytes,
+    ),
+    MetricSpec("month_traffic_limit_bytes", "Its limit.", lambda p: p.allowance.limit_bytes),
+)
+"""Of a peer that trains, too: of whatever has its run and its allowance."""
+
+# In the names and labels of metrics.py, whose imports would take the memory of a peer.
+_Spec = MetricSpec[Resting]
+METRICS = (
+    *ALWAYS,
     _Spec("ready", "Whether this peer takes part in the run.", lambda _: 0),
     _Spec("peer_state", "Where this peer is.", lambda _: one_of("resting", STATES), ("state",)),
     _Spec(
@@ -290,12 +289,6 @@ METRICS = (
         ("reason",),
     ),
     _Spec("resting_until_timestamp_seconds", "When it goes on.", lambda p: p.rest and p.rest.until),
-    _Spec(
-        "month_traffic_bytes",
-        "Sent and received in this calendar month (UTC).",
-        lambda p: p.allowance.used_bytes,
-    ),
-    _Spec("month_traffic_limit_bytes", "Its limit.", lambda p: p.allowance.limit_bytes),
 )
 
 
@@ -315,10 +308,8 @@ def _last_place(options: PeerOptions) -> tuple[str, Path]:
 
 # ---- the commands --------------------------------------------------------------------------------
 def pause(state: Path) -> str:
-    """Let the peer of this folder rest until `resume`; what to tell the volunteer.
-
-    Raises:
-        InvalidInput: no peer's folder. EnvironmentFault: it cannot be written.
+    """Let the peer of this folder rest until `resume`; what to tell the volunteer. Raises
+    InvalidInput where it is no peer's, EnvironmentFault where it cannot be written.
     """
     folder = _checked(state)
     if folder.paused:

@@ -1,16 +1,15 @@
-"""What a run will do on given machines and links, before anybody starts it.
+"""What a run will do on given machines and links, before anybody starts it: an operator chooses
+stages, H and codec before there is anything to measure.
 
-What: a `RunPlan` tells of a manifest and of `Machines` whether it fits, its bytes, its seconds, its
-speed, what holds it up, and what AllReduce, OpenDiLoCo and DiLoCoX would do there.
-Why: an operator chooses stages, H and codec before there is anything to measure.
-How: sums over what the product itself says: the stages' needs (prepare.py), the arrangement of a
-group (rounds/grid.py), the codecs' bytes, the window of a pipeline. docs/plan.md has every formula,
-its source and what it leaves out; benchmarks/plan.py prints it beside measured swarms.
+`RunPlan` sums over what the product itself says: the stages' needs (prepare.py), the arrangement of
+a group (rounds/grid.py), the codecs' bytes, the window of a pipeline. docs/plan.md has every
+formula, its source and what it leaves out; benchmarks/plan.py prints it beside measured swarms.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,8 @@ from dilocox.dht.manifest_sections import CodecSpec
 from dilocox.peer.memory_and_disk import SPARE_SHARE, MemoryNeeds, size
 from dilocox.peer.process.prepare import memory_of_stages
 from dilocox.peer.rounds.grid import Grid
-from dilocox.peer.rounds.rank_choice import least_inner_steps, stage_codec
+from dilocox.peer.rounds.rank_choice import least_inner_steps
+from dilocox.peer.rounds.record import stage_codec
 from dilocox.peer.rounds.robust import LEAST_GATED
 from dilocox.peer.rounds.round_end import LONGEST_LOOK_S, LOOK_S, LOOKS, NOTICE_S
 from dilocox.pipeline.frames import CODECS, encoded_bytes
@@ -176,10 +176,12 @@ class RunPlan:
         return self.manifest.end_tokens / self.ours.tokens_per_s / DAY_S
 
     # ---- memory ----------------------------------------------------------------------------------
+    def _of_machine(self, needs: MemoryNeeds) -> int:
+        return needs.on_cpu if self.machines.gpu_memory_bytes is None else needs.beside_gpu
+
     def _fits(self, needs: MemoryNeeds) -> bool:
-        machines, gpu = self.machines, self.machines.gpu_memory_bytes
-        taken = needs.on_cpu if gpu is None else needs.beside_gpu
-        rooms = ((taken, machines.memory_bytes), (needs.on_gpu, gpu))
+        machines, taken = self.machines, self._of_machine(needs)
+        rooms = ((taken, machines.memory_bytes), (needs.on_gpu, machines.gpu_memory_bytes))
         return all(room is None or need <= SPARE_SHARE * room for need, room in rooms)
 
     @property
@@ -198,33 +200,28 @@ class RunPlan:
                 plans = plan_stages(cut.model, stages)
             except InvalidInput:  # it has no more layers
                 return None
-            least = max(each.num_parameters for each in plans)
-            vectors = MemoryNeeds(values=least, activations=0, gpu_activations=0, encoded=0)
-            # the whole plan, which takes seconds, is above it
-            if self._fits(vectors) and all(map(self._fits, memory_of_stages(cut))):
+            largest = max(each.num_parameters for each in plans)
+            # all that a stage takes, which is seconds of work, is above its vectors
+            if self._fits(_vectors(largest)) and all(map(self._fits, memory_of_stages(cut))):
                 return stages
         return None
 
     @cached_property
     def stages(self) -> list[StageFacts]:
-        needed = memory_of_stages(self.manifest) if self._memory else []
-        found: list[StageFacts] = []
-        for stage, plan_of in enumerate(plan_stages(self.manifest.model, self.manifest.stages)):
-            needs = needed[stage] if needed else None
-            found.append(
-                StageFacts(
-                    stage=stage,
-                    values=plan_of.num_parameters,
-                    memory_bytes=0 if needs is None else self._of_machine(needs),
-                    gpu_memory_bytes=0 if needs is None else needs.on_gpu,
-                    fits=needs is None or self._fits(needs),
-                    pass_s=self._pass_s(stage),
-                )
+        plans = plan_stages(self.manifest.model, self.manifest.stages)
+        values = [each.num_parameters for each in plans]
+        needed = memory_of_stages(self.manifest) if self._memory else map(_vectors, values)
+        return [
+            StageFacts(
+                stage=stage,
+                values=values[stage],
+                memory_bytes=self._of_machine(needs),
+                gpu_memory_bytes=needs.on_gpu,
+                fits=self._fits(needs),
+                pass_s=self._pass_s(stage),
             )
-        return found
-
-    def _of_machine(self, needs: MemoryNeeds) -> int:
-        return needs.on_cpu if self.machines.gpu_memory_bytes is None else needs.beside_gpu
+            for stage, needs in enumerate(needed)
+        ]
 
     # ---- computing -------------------------------------------------------------------------------
     def _pass_s(self, stage: int) -> float:
@@ -366,7 +363,17 @@ class RunPlan:
     @cached_property
     def ways(self) -> tuple[Way, ...]:
         """This run beside what others would do there, AllReduce last."""
-        return self.ours, self._dilocox, self._opendiloco, self._allreduce
+        steps, step_s, machines = self.manifest.rounds.inner_steps, self.step.total_s, self.machines
+        # a ring all-reduce of 16 bits a value of the largest stage, none of it overlapped
+        others = self.replicas - 1
+        sent = 2 * 2 * max(each.values for each in self.stages) * others / self.replicas
+        ring_s = WIRE * sent / machines.slower_bytes_s + 2 * others * machines.rtt_s / 2
+        return (
+            self.ours,
+            self._dilocox,
+            self._way("OpenDiLoCo", sent, steps, steps * step_s + ring_s),  # pseudo-gradients
+            self._way("AllReduce", sent, 1, step_s + ring_s),  # gradients
+        )
 
     @property
     def _dilocox(self) -> Way:
@@ -378,26 +385,6 @@ class RunPlan:
             replace(self.manifest, codec=codec, outer=outer), self.machines, memory=False
         )
         return replace(other.ours, name="DiLoCoX")
-
-    @property
-    def _opendiloco(self) -> Way:
-        """Every H steps all wait for an all-reduce of fp16 pseudo-gradients."""
-        steps, (sent, seconds) = self.manifest.rounds.inner_steps, self._all_reduce
-        round_s = steps * self.step.total_s + seconds
-        return self._way("OpenDiLoCo", sent, steps, round_s)
-
-    @property
-    def _allreduce(self) -> Way:
-        """A ring all-reduce of 16-bit gradients at every step, none of it overlapped."""
-        sent, seconds = self._all_reduce
-        return self._way("AllReduce", sent, 1, self.step.total_s + seconds)
-
-    @property
-    def _all_reduce(self) -> tuple[float, float]:
-        """Bytes that a member of the largest stage sends, and the seconds of a ring."""
-        others, machines = self.replicas - 1, self.machines
-        sent = 2 * 2 * max(each.values for each in self.stages) * others / self.replicas
-        return sent, WIRE * sent / machines.slower_bytes_s + 2 * others * machines.rtt_s / 2
 
     # ---- what follows ----------------------------------------------------------------------------
     @property
@@ -424,12 +411,12 @@ class RunPlan:
         room_s = self.manifest.rounds.inner_steps * self.step.total_s / 2
         spec = CodecSpec(scheme="low_rank", bits=4, min_rank=1, max_rank=MAX_RANK)
         manifest = replace(self.manifest, codec=spec)
-        low, high = 0, MAX_RANK + 1
-        while high - low > 1:  # seconds grow with the rank
-            rank = (low + high) // 2
-            fits = all(self._exchange(s, manifest, rank).seconds <= room_s for s in self._kinds)
-            low, high = (rank, high) if fits else (low, rank)
-        return low
+
+        def too_long(rank: int) -> bool:
+            return any(self._exchange(s, manifest, rank).seconds > room_s for s in self._kinds)
+
+        # seconds grow with the rank
+        return bisect_left(range(1, MAX_RANK + 1), True, key=too_long)
 
     @property
     def limit(self) -> str:
@@ -455,6 +442,11 @@ class RunPlan:
 
 
 # ---- formulas that stand alone -------------------------------------------------------------------
+def _vectors(values: int) -> MemoryNeeds:
+    """What training takes of memory for a stage's vectors alone."""
+    return MemoryNeeds(values=values, activations=0, gpu_activations=0, encoded=0)
+
+
 def flops_per_token(manifest: Manifest, stage: int) -> float:
     """Of training: 6 a weight that multiplies, and 6 * length * width a layer for causal attention
     (arXiv 2001.08361, 2204.02311); a third more of both where layers are computed twice.

@@ -126,9 +126,8 @@ def _fetched(place: Joined, bootstraps: Sequence[str], give_up: float) -> dict[s
         while True:
             for address in bootstraps:
                 peer = bootstrap_address(address).peer_id
-                want = {"what": TOKENIZER_NAME}
+                asked = client.fetch(peer, {"what": TOKENIZER_NAME}, limit_bytes=MAX_BYTES)
                 try:
-                    asked = client.fetch(peer, want, limit_bytes=MAX_BYTES)
                     if (found := thread.ask(asked, FETCH_LIMIT_S)) is not None:
                         return _unpacked(found.data)
                 except REFUSED as error:

@@ -114,10 +114,7 @@ def look_at_stages(joined: Joined) -> dict[int, dict[str, StageRecord]]:
     records: dict[int, dict[str, StageRecord]] = {}
     for _ in range(LOOKS):
         found = joined.swarm.read_many(dict.fromkeys(keys, StageRecord), LOOK_LIMIT_S)
-        for key, stage in keys.items():
-            here = found[key]
-            if here is not None:
-                records[stage] = here
+        records |= {keys[key]: here for key, here in found.items() if here is not None}
         if len(records) == len(keys):
             break
     return records

@@ -17,6 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dilocox.compression.stage_codec import StageCodec
+from dilocox.dht.manifest import Manifest
+from dilocox.peer.rounds.record import RoundRecord
+
 CHUNK_VALUES = 1 << 16  # one chunk of each operand (256 KiB in fp32) stays in a core's cache
 
 
@@ -75,6 +79,27 @@ class OuterStep:
             torch.add(gradient, step, out=step)
             torch.mul(step, learning_rate, out=step)
             torch.sub(anchor[part], step, out=out_anchor[part])
+
+
+def outer_step(manifest: Manifest, rules: int) -> OuterStep:
+    """The outer step of a record that was made under these rules."""
+    return OuterStep(*manifest.outer_under(rules))
+
+
+def move_anchor(
+    manifest: Manifest, record: RoundRecord, codec: StageCodec, anchor: Tensor, momentum: Tensor
+) -> None:
+    """The outer step of a record on the anchor that it applies to and the momentum, fp32 [numel]
+    each: in place, in the memory of a few pieces.
+
+    Raises PayloadRefused if a mean is malformed; they may be a mixture then.
+    """
+    outer = outer_step(manifest, record.rules)
+
+    def step(part: slice, average: Tensor) -> None:
+        outer.apply(anchor[part], momentum[part], average, anchor[part], momentum[part])
+
+    record.average_pieces(codec, step)
 
 
 def anchor_sha256(anchor: Tensor) -> str:

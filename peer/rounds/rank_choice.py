@@ -31,16 +31,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from statistics import median_low
 
-from torch import Tensor
-
-from dilocox.compression.layout import FlatLayout
-from dilocox.compression.stage_codec import Compression, StageCodec
-from dilocox.compression.workers import ALONE, Workers
-from dilocox.dht.manifest import CodecSpec, Manifest
-from dilocox.peer.rounds.outer_step import OuterStep
+from dilocox.compression.stage_codec import StageCodec
+from dilocox.dht.manifest import Manifest
 from dilocox.peer.rounds.record import WINDOW, RoundFacts, RoundRecord, Times
 
 _FULL_TENTHS = 9  # of a rank: from here on the spectrum may go on beyond the basis
@@ -146,37 +141,6 @@ def _at_most_half(current: int, target: int) -> int:
     """As near to the target as half of the current number takes it; upwards at least by one."""
     half = current // 2
     return min(max(target, current - half), current + max(half, 1))
-
-
-def compression(spec: CodecSpec) -> Compression:
-    """What a stage's codec must know of the manifest's section."""
-    return Compression(**{each.name: getattr(spec, each.name) for each in fields(Compression)})
-
-
-def stage_codec(manifest: Manifest, layout: FlatLayout, workers: Workers = ALONE) -> StageCodec:
-    """How the records of a stage of this layout are coded."""
-    return StageCodec(layout, compression(manifest.codec), workers)
-
-
-def outer_step(manifest: Manifest, rules: int) -> OuterStep:
-    """The outer step of a record that was made under these rules."""
-    return OuterStep(*manifest.outer_under(rules))
-
-
-def move_anchor(
-    manifest: Manifest, record: RoundRecord, codec: StageCodec, anchor: Tensor, momentum: Tensor
-) -> None:
-    """The outer step of a record on the anchor that it applies to and the momentum, fp32 [numel]
-    each: in place, in the memory of a few pieces.
-
-    Raises PayloadRefused if a mean is malformed; they may be a mixture then.
-    """
-    outer = outer_step(manifest, record.rules)
-
-    def step(part: slice, average: Tensor) -> None:
-        outer.apply(anchor[part], momentum[part], average, anchor[part], momentum[part])
-
-    record.average_pieces(codec, step)
 
 
 class RoundPlan:

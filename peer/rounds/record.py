@@ -30,7 +30,10 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from dilocox.compression.group_quantization import GROUP_SIZE, GroupCodec
-from dilocox.compression.stage_codec import StageCodec, StageMeans
+from dilocox.compression.layout import FlatLayout
+from dilocox.compression.stage_codec import Compression, StageCodec, StageMeans
+from dilocox.compression.workers import ALONE, Workers
+from dilocox.dht.manifest import CodecSpec, Manifest
 from dilocox.peer.rounds.grid import Share
 from dilocox.peer.rounds.standing import (
     HISTORY,
@@ -449,6 +452,16 @@ def _check_types(record: RoundRecord) -> None:
 
 
 @lru_cache(maxsize=16)
+def compression(spec: CodecSpec) -> Compression:
+    """What a stage's codec must know of the manifest's section."""
+    return Compression(**{each.name: getattr(spec, each.name) for each in fields(Compression)})
+
+
+def stage_codec(manifest: Manifest, layout: FlatLayout, workers: Workers = ALONE) -> StageCodec:
+    """How the records of a stage of this layout are coded."""
+    return StageCodec(layout, compression(manifest.codec), workers)
+
+
 def largest_group(codec: StageCodec) -> int:
     """How many members a group of this stage may have at most, so that the header of its record
     is within MAX_HEADER_BYTES whatever they state; 0 where not even one fits.

@@ -50,7 +50,7 @@ from dilocox.dht.names import cut
 from dilocox.peer.averaging.data_lease import place_of, position_of
 from dilocox.peer.training.data_mixture import MixedSource, MixedStream, open_mixture
 from dilocox.peer.training.data_sources import DocumentStream, require_hub
-from dilocox.pipeline.checkpoint import split_commit
+from dilocox.pipeline.pretrained import split_commit
 from dilocox.pipeline.stage_worker import next_token_loss
 
 logger = logging.getLogger(__name__)

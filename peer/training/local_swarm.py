@@ -17,8 +17,8 @@ from dilocox.compression.layout import FlatLayout, split
 from dilocox.compression.stage_codec import StageCodec
 from dilocox.dht.manifest import CodecSpec, OuterSpec, RoundSpec
 from dilocox.peer.rounds.outer_step import OuterStep
-from dilocox.peer.rounds.rank_choice import compression, facts_of, following_window, next_ranks
-from dilocox.peer.rounds.record import RoundFacts
+from dilocox.peer.rounds.rank_choice import facts_of, following_window, next_ranks
+from dilocox.peer.rounds.record import RoundFacts, compression
 from dilocox.peer.rounds.shares import Reduction, combine, decode, encode
 from dilocox.peer.training.merge import Merge, MergeConfig, RecordFacts, Remainder
 from dilocox.pipeline.stage import flatten_parameters

@@ -28,12 +28,11 @@ from dilocox.peer.averaging.coordinator import Coordinator
 from dilocox.peer.averaging.events import Committed, Event, Failed, Resynced, Voided
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.chain.store import RECORDS_NEEDED
-from dilocox.peer.rounds.rank_choice import stage_codec
-from dilocox.peer.rounds.record import RoundRecord, SendFacts
+from dilocox.peer.rounds.record import RoundRecord, SendFacts, stage_codec
 from dilocox.peer.training.inner_optimizer import InnerOptimizer
 from dilocox.peer.training.merge import Merge, Outcome, RecordFacts, Remainder
 from dilocox.peer.training.report import LoopMeter
-from dilocox.peer.training.snapshots import Snapshots
+from dilocox.peer.training.snapshot_taking import Snapshots
 from dilocox.peer.training.unsent_progress import exchanged, fingerprint, norm
 from dilocox.pipeline.messages import Stepped
 from dilocox.pipeline.stage import StageModule

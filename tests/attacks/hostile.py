@@ -42,13 +42,13 @@ from dilocox.dht.rpc import REFUSED
 from dilocox.dht.swarm import Swarm
 from dilocox.peer.chain.archive_keeper import ArchiveService
 from dilocox.peer.chain.chain_client import Fetched, Limits
-from dilocox.peer.chain.download import StageAnchor, claimed_chain, download_anchors
 from dilocox.peer.chain.uploads import Source
+from dilocox.peer.chain.visitor_download import StageAnchor, claimed_chain, download_anchors
 from dilocox.peer.rounds.ballots import Ballot, certificate
 from dilocox.peer.rounds.group import tokens_cap
 from dilocox.peer.rounds.outer_step import anchor_sha256
-from dilocox.peer.rounds.rank_choice import RoundPlan, stage_codec
-from dilocox.peer.rounds.record import Contribution, RoundRecord, digest_of
+from dilocox.peer.rounds.rank_choice import RoundPlan
+from dilocox.peer.rounds.record import Contribution, RoundRecord, digest_of, stage_codec
 from dilocox.peer.rounds.vote_count import Vote
 from dilocox.pipeline.frames import NO_TENSORS, Frame, encode_prefix_and_header
 from dilocox.pipeline.link import Stream, Traffic

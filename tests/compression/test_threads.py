@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from functools import cache
 from typing import Literal
 
 import numpy as np
@@ -54,6 +55,11 @@ def torch_has_one_thread() -> Iterator[None]:
 
 def values(name: str, numel: int) -> Tensor:
     """fp32 values of many magnitudes, made of a hash: equal on every machine."""
+    return _values(name, numel).clone()
+
+
+@cache
+def _values(name: str, numel: int) -> Tensor:
     raw = np.frombuffer(hashlib.shake_256(name.encode()).digest(3 * numel), "<u1").reshape(3, -1)
     numbers = raw[0].astype(np.float64) - 127.5 + raw[1] / 256
     return torch.tensor(np.ldexp(numbers, -(raw[2] % 12).astype(np.int64) - 14).astype(np.float32))

@@ -20,9 +20,15 @@ from dilocox.peer.chain.snapshot_files import Snapshot, write_snapshot
 from dilocox.peer.chain.store import RoundLog, keep_manifest
 from dilocox.peer.chain.uploads import Source, find_in_log, open_state
 from dilocox.peer.rounds.ballots import Ballot, certificate
-from dilocox.peer.rounds.outer_step import anchor_sha256
-from dilocox.peer.rounds.rank_choice import RoundPlan, outer_step, stage_codec
-from dilocox.peer.rounds.record import Contribution, ReducedShare, RoundRecord, digest_of
+from dilocox.peer.rounds.outer_step import anchor_sha256, outer_step
+from dilocox.peer.rounds.rank_choice import RoundPlan
+from dilocox.peer.rounds.record import (
+    Contribution,
+    ReducedShare,
+    RoundRecord,
+    digest_of,
+    stage_codec,
+)
 from dilocox.peer.rounds.vote_count import Vote
 from dilocox.pipeline.stage import build_stage, flatten_parameters, parameter_shapes
 

@@ -28,7 +28,7 @@ from dilocox.peer.rounds.outer_step import OuterStep
 from dilocox.peer.rounds.record import Contribution, ReducedShare, RoundRecord, SendFacts
 from dilocox.peer.training.loop import Learner, LocalModel
 from dilocox.peer.training.report import LoopMeter, Reporter
-from dilocox.peer.training.snapshots import BYTES_PER_S, Snapshots
+from dilocox.peer.training.snapshot_taking import BYTES_PER_S, Snapshots
 from dilocox.pipeline.messages import Stepped
 from dilocox.pipeline.stage import parameter_shapes
 from tests.peer.members import template

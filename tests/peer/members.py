@@ -25,13 +25,14 @@ from dilocox.peer.rounds.exchange import Attempt
 from dilocox.peer.rounds.grid import Grid
 from dilocox.peer.rounds.group import AttemptResult, AttemptSetup, Mean
 from dilocox.peer.rounds.group_calls import GroupCalls
-from dilocox.peer.rounds.rank_choice import RoundPlan, stage_codec
+from dilocox.peer.rounds.rank_choice import RoundPlan
 from dilocox.peer.rounds.record import (
     Contribution,
     RoundFacts,
     RoundRecord,
     digest_of,
     parse_record,
+    stage_codec,
 )
 from dilocox.peer.rounds.shares import decode
 from dilocox.peer.rounds.signed_means import MeanSeal

@@ -14,11 +14,16 @@ import pytest
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.identity import Identity
 from dilocox.dht.records import ClaimRecord
-from dilocox.peer.chain.download import ClaimedChain, claimed_chain, download_chain, list_chain
 from dilocox.peer.chain.replay import replay
 from dilocox.peer.chain.store import KeptChain, Store
 from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.chain.uploads import Source
+from dilocox.peer.chain.visitor_download import (
+    ClaimedChain,
+    claimed_chain,
+    download_chain,
+    list_chain,
+)
 from tests.peer.kept_chains import RUN, ChainMaker, manifest_of
 from tests.peer.memory_swarm import Find, MemorySwarm
 from tests.peer.told_records import told_chain

@@ -6,7 +6,7 @@ import random
 from itertools import pairwise
 
 from dilocox.peer.chain.round_history import HistoryRow
-from dilocox.peer.monitor.curve import MAX_POINTS, WHOLE, Curve, Point
+from dilocox.peer.monitor.history import MAX_POINTS, WHOLE, Curve, Point
 
 ROUNDS = 100_000
 
@@ -45,7 +45,8 @@ def test_a_run_of_a_hundred_thousand_rounds_is_drawn_from_the_first_evenly() -> 
 def test_points_that_are_seen_one_by_one_stay_within_the_limit_too() -> None:
     curve = Curve()
     for number in range(5 * MAX_POINTS):
-        curve.see(number, tokens=number, validation=float(number % 5))
+        loss = float(number % 5)
+        curve.see(Point(number, number, validation=loss, low=loss, high=loss))
         assert len(curve.points) <= MAX_POINTS
     joined = points(curve)[len(curve.points) // 2]
     assert (joined.low, joined.high) == (0.0, 4.0)
@@ -53,8 +54,8 @@ def test_points_that_are_seen_one_by_one_stay_within_the_limit_too() -> None:
 
 def test_what_a_bootstrap_does_not_know_is_not_forgotten() -> None:
     curve = Curve()
-    curve.see(3, tokens=400, at=7.0)
-    curve.see(3, validation=2.5)
+    curve.see(Point(3, 400, 7.0))
+    curve.see(Point(3, validation=2.5, low=2.5, high=2.5))
     curve.take([HistoryRow(3, 0, "", None, 400, 2.0)])
     assert curve.points[3] == (3, 400, 7.0, 2.0, 2.5, 2.5, 2.5, None, None)
     curve.take([row(3, 2.25)])

@@ -24,7 +24,7 @@ from dilocox.peer.rounds.group import (
     attempt_setup,
     attempt_times,
 )
-from dilocox.peer.rounds.rank_choice import stage_codec
+from dilocox.peer.rounds.record import stage_codec
 from dilocox.peer.rounds.standing import MOST_TOKENS, Standing
 from dilocox.peer.rounds.vote_count import MAX_MEMBERS, may_start
 from tests.peer.members import LAYOUT, template

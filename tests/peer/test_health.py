@@ -10,8 +10,9 @@ import pytest
 
 from dilocox.dht.manifest_revisions import in_state
 from dilocox.peer.monitor import health
+from dilocox.peer.monitor.chains import StageRounds
 from dilocox.peer.monitor.health import STATES, Health, health_of
-from dilocox.peer.monitor.history import StageRounds, SwarmHistory
+from dilocox.peer.monitor.history import SwarmHistory
 from dilocox.peer.monitor.look import SwarmLook
 from tests.peer.fabricated import manifest_of, replica_record, stage_record
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import pty
 import socket
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,6 @@ from dilocox.peer.commands.init import machines_of, run_init_command, token_coun
 from dilocox.peer.commands.operate import checked_manifest
 from dilocox.peer.options import InitOptions
 from tests.peer.commands import error_line, run_here, write_manifest
-
-LIMIT_S = 120.0
 
 
 def written(folder: Path, **given: Any) -> Manifest:
@@ -72,20 +68,17 @@ def test_without_a_terminal_what_is_missing_is_named(
     assert everything_in(tmp_path) == set()
 
 
-def test_at_a_terminal_it_asks_five_questions_and_again_after_a_slip(tmp_path: Path) -> None:
+def test_at_a_terminal_it_asks_five_questions_and_again_after_a_slip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     ours, theirs = pty.openpty()
-    asked = subprocess.Popen(
-        [sys.executable, "-m", "dilocox", "init", str(tmp_path / "run.yaml")],
-        stdin=theirs,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    os.close(theirs)
     os.write(ours, b"my run\nmy-tales\nhuge\ntiny\n\nmany\n2x4GB@10\n5M\n")
-    output, _ = asked.communicate(timeout=LIMIT_S)
+    with open(theirs) as terminal:  # noqa: PTH123
+        monkeypatch.setattr("sys.stdin", terminal)
+        code = run_here(monkeypatch, "init", str(tmp_path / "run.yaml"))
     os.close(ours)
-    assert asked.returncode == 0, output
+    output = "".join(capfd.readouterr())
+    assert code == 0, output
     questions = ("Name of the run", "Model: ", "Text: ", "Machines: ", "Tokens to train on")
     assert [output.count(each) for each in questions] == [2, 2, 1, 2, 1]
     for said in ("1 to 64 letters", "presets are llama-150m", "say 6x16GB@20"):

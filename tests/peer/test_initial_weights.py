@@ -9,7 +9,8 @@ import asyncio
 import hashlib
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +31,6 @@ from dilocox.dht.manifest_revisions import changes
 from dilocox.dht.rpc import PeerBusy
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.chain.archive import StageArchive
-from dilocox.peer.chain.download import claimed_chain, download_chain
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.replay import replay
 from dilocox.peer.chain.snapshot_files import write_state
@@ -43,11 +43,12 @@ from dilocox.peer.chain.store import (
     kept_state,
 )
 from dilocox.peer.chain.uploads import Source, open_state
+from dilocox.peer.chain.visitor_download import claimed_chain, download_chain
 from dilocox.peer.commands.export import CheckpointDraft
 from dilocox.peer.commands.operate import checked_manifest
-from dilocox.peer.process.initial_weights import InitialWeights, archive_initial
+from dilocox.peer.process.initial_weights import archive_initial, load_initial
 from dilocox.peer.rounds.outer_step import anchor_sha256
-from dilocox.pipeline.checkpoint import Checkpoint
+from dilocox.pipeline.pretrained import Checkpoint
 from dilocox.pipeline.stage import (
     build_stage,
     flatten_parameters,
@@ -84,13 +85,21 @@ def manifest(run_yaml: Path) -> Manifest:
     return checked_manifest(run_yaml)
 
 
-@pytest.fixture
-def away(run_yaml: Path) -> Iterator[Path]:
+@contextmanager
+def out_of_reach(run_yaml: Path) -> Generator[Path]:
     """The checkpoint is where nobody looks for it."""
     here = run_yaml.parent / "checkpoint"
     away = here.rename(run_yaml.parent / "away")
-    yield away
-    away.rename(here)
+    try:
+        yield away
+    finally:
+        away.rename(here)
+
+
+@pytest.fixture
+def away(run_yaml: Path) -> Iterator[Path]:
+    with out_of_reach(run_yaml) as away:
+        yield away
 
 
 @pytest.fixture
@@ -120,8 +129,7 @@ class Joiner:
         self.swarm = MemorySwarm(**finds)
         self.claims: dict[str, Any] = {}
         place = self.swarm.place(manifest, lambda _: self.claims)
-        address = f"/ip4/127.0.0.1/tcp/1/p2p/{BOOTSTRAP}"
-        options = SimpleNamespace(invite=SimpleNamespace(bootstraps=[address]))
+        options = SimpleNamespace(invite=SimpleNamespace(peer_ids=(BOOTSTRAP,)))
         self.layout = stage_layout(manifest, 0)
         self.local = cast(
             "LocalPeer",
@@ -135,7 +143,7 @@ class Joiner:
 
     def begin(self, wait_s: float = 20.0) -> tuple[int, str]:
         self.momentum.zero_()
-        return InitialWeights(self.local, wait_s=wait_s).load(self.anchor, self.momentum)
+        return load_initial(self.local, self.anchor, self.momentum, wait_s=wait_s)
 
 
 def test_the_manifest_pins_configuration_tokenizer_and_weights(manifest: Manifest) -> None:
@@ -216,24 +224,18 @@ def test_who_lacks_the_checkpoint_takes_the_same_bytes_from_the_bootstrap(
     manifest: Manifest, tmp_path: Path, run_yaml: Path
 ) -> None:
     kept = archive(tmp_path / "bootstrap", manifest)
-    here = run_yaml.parent / "checkpoint"
-    away = here.rename(run_yaml.parent / "elsewhere")
-    try:
-        joiner = Joiner(tmp_path / "peer", manifest, **{BOOTSTRAP: kept.find})
+    joiner = Joiner(tmp_path / "peer", manifest, **{BOOTSTRAP: kept.find})
+    with out_of_reach(run_yaml):
         assert joiner.begin() == (-1, manifest.root)
-    finally:
-        away.rename(here)
     assert anchor_sha256(joiner.anchor) == manifest.initial.anchors[0]
     assert not joiner.momentum.any()
     assert not list((tmp_path / "peer").glob("incoming/*"))
 
 
 def test_a_bootstrap_that_serves_others_first_is_waited_for(
-    manifest: Manifest, tmp_path: Path, away: Path
+    manifest: Manifest, tmp_path: Path, run_yaml: Path
 ) -> None:
-    away.rename(Path(manifest.initial.source))
     kept = archive(tmp_path / "bootstrap", manifest)
-    Path(manifest.initial.source).rename(away)
     joiner = Joiner(tmp_path / "peer", manifest, **{BOOTSTRAP: kept.find})
     asked = list[float]()
 
@@ -243,7 +245,8 @@ def test_a_bootstrap_that_serves_others_first_is_waited_for(
             raise PeerBusy("8 downloads are served at once")
 
     joiner.swarm.before = before
-    assert joiner.begin(wait_s=3.0) == (-1, manifest.root)
+    with out_of_reach(run_yaml):
+        assert joiner.begin(wait_s=3.0) == (-1, manifest.root)
     assert asked[-1] - asked[0] > 5.0, "longer than it waits for somebody who has them"
 
 

@@ -18,7 +18,7 @@ from dilocox.peer.averaging.events import Failed, Resynced, Voided
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.chain.chain_client import State, Told
 from dilocox.peer.training import loop as loop_module
-from dilocox.peer.training.snapshots import Snapshots
+from dilocox.peer.training.snapshot_taking import Snapshots
 from dilocox.pipeline.messages import Stepped
 from dilocox.pipeline.stage_worker import StageWorker
 from tests.peer.loops import Loop, manifest

@@ -28,14 +28,11 @@ from dilocox.peer.process.resting import Allowance
 from dilocox.peer.state_folder import StateFolder
 from tests.peer.test_cli import INVITE
 from tests.peer.test_report import STATUS
-from tests.swarm.browser import DARK, chromium, show
+from tests.swarm.browser import Window
 from tests.swarm.small_run import run_manifest
 
 RUN = Invite.parse(INVITE).run_id
 HTML = (files("dilocox.peer.process") / "page" / "peer.html").read_text()
-needs_browser = pytest.mark.skipif(
-    chromium() is None, reason="chromium is not installed (Debian's package is called chromium)"
-)
 
 
 def options(state: Path, **changes: Any) -> PeerOptions:
@@ -183,12 +180,15 @@ def test_the_page_needs_nothing_from_elsewhere() -> None:
     assert not re.search(r"\son\w+=|\sstyle=|innerHTML|document\.write|eval\(", HTML)
 
 
-@needs_browser
-def test_the_page_shows_the_peer_and_its_button_to_whom_it_belongs(tmp_path: Path) -> None:
+def test_the_page_shows_the_peer_and_its_button_to_whom_it_belongs(
+    tmp_path: Path, browser: Window
+) -> None:
     a_peer(tmp_path)
     with served(options(tmp_path, monthly_traffic_gb=200)) as here:
-        shown = show(f"http://127.0.0.1:{here.port}/?token={here.token}", DARK, width=390)
-        plain = show(f"http://127.0.0.1:{here.port}/")
+        shown = browser.show(
+            f"http://127.0.0.1:{here.port}/?token={here.token}", dark=True, width=390
+        )
+        plain = browser.show(f"http://127.0.0.1:{here.port}/")
     assert shown.console == () and plain.console == ()
     assert shown.text("state") == "Training" and shown.text("name") == "Ada's laptop"
     assert " ".join(shown.text("given").split()) == (
@@ -199,13 +199,14 @@ def test_the_page_shows_the_peer_and_its_button_to_whom_it_belongs(tmp_path: Pat
     assert 'id="button" hidden' in plain.dom and 'id="hint">' in plain.dom
 
 
-@needs_browser
-def test_the_page_says_why_and_until_when_a_peer_rests_and_texts_stay_texts(tmp_path: Path) -> None:
+def test_the_page_says_why_and_until_when_a_peer_rests_and_texts_stay_texts(
+    tmp_path: Path, browser: Window
+) -> None:
     evil = "<img src=x onerror=\"console.error('gotcha')\">"
     a_peer(tmp_path, status={"state": "resting", "round": 7})
     rest = Rest(reason="hours", words=evil, until=1_763_640_000.0)
     with served(options(tmp_path), resting(rest)) as here:
-        shown = show(f"http://127.0.0.1:{here.port}/?token={here.token}")
+        shown = browser.show(f"http://127.0.0.1:{here.port}/?token={here.token}")
     assert shown.console == () and "<img" not in shown.dom
     assert shown.text("state") == "Resting"
     assert re.fullmatch(r"<img .*>, until .+\.", shown.text("detail"))

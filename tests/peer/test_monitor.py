@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -80,6 +81,7 @@ class Watched:
         self.chains = Chains()
         monkeypatch.setattr(monitor, "ChainReader", lambda *_: self.chains)
         monkeypatch.setattr(monitor, "Looker", lambda *_: self)
+        self._set = partial(monkeypatch.setattr, monitor)
         self._options = MonitorOptions(
             invite=Invite.parse(INVITE), state=folder, host="127.0.0.1", port=0
         )
@@ -98,8 +100,10 @@ class Watched:
         self._place.run = run
         self._place.swarm.newest_manifest = lambda _limit_s: signed
 
-    def start(self, **periods: Any) -> Monitor:
-        return Monitor(self._options, cast("Joined", self._place), self.kept, **periods)
+    def start(self, **periods: float) -> Monitor:
+        for name, period_s in periods.items():
+            self._set(name, period_s)
+        return Monitor(self._options, cast("Joined", self._place), self.kept)
 
     def look(self, _manifest: object) -> Any:
         """What the monitor's looker gives."""
@@ -154,7 +158,7 @@ def test_a_gap_is_tried_again_now_and_then_and_not_for_ever(watched: Watched) ->
     assert watched.monitor.alive
     watched.monitor.close()
     assert not watched.monitor.alive  # its thread has ended
-    watched.monitor = watched.start(gap_s=0.0)
+    watched.monitor = watched.start(GAP_S=0.0)
     nothing = Walk(
         stage=0, start=digest(0, 4), rounds=(), end="", connected=False, folded=Counter()
     )
@@ -185,7 +189,7 @@ def test_a_counter_is_on_disk_before_it_is_shown(watched: Watched) -> None:
     watched.monitor.look()
     kept = json.loads(watched.kept.read_bytes())
     assert (kept["joined_total"], kept["left_total"]) == (3, 1)
-    often = watched.start(save_s=0.0)
+    often = watched.start(SAVE_S=0.0)
     watched.kept.unlink()
     often.look()
     assert watched.kept.exists()
@@ -199,7 +203,7 @@ def test_a_newer_manifest_that_it_cannot_read_is_said_on_the_page_with_the_fix(
     watched.told(
         unreadable(identities[0], protocol=99), run_id(identities[0].public_key, FIRST.name)
     )
-    watched.monitor = watched.start(manifest_s=0.0)
+    watched.monitor = watched.start(MANIFEST_S=0.0)
     watched.monitor.look()
     health = watched.status()["health"]
     assert health["state"] == before["state"] and health["warns"]
@@ -276,7 +280,7 @@ def test_a_monitor_that_starts_late_draws_all_that_a_bootstrap_tells(watched: Wa
     assert curve[7] == [7, 800, NOW - 993, 3.0, 2.07, 2.07, 2.07, 50.0, 4]
     assert losses_of(watched.status())[7] == [7, 3.0, 2.07]
     watched.monitor.close()
-    again = watched.start(history_s=0.0)
+    again = watched.start(HISTORY_S=0.0)
     again.look()
     again.look()
     assert watched.chains.asked[1:] == [289, 289]  # the newest may be known better by now

@@ -278,25 +278,18 @@ def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
     assert (again.joined_total, again.left_total, again.faults_total) == totals
 
 
-@pytest.mark.parametrize("damage", ["", "{}", '{"version": 1', "[]"])
-def test_a_damaged_file_is_set_aside_with_a_warning(
-    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "kept.json").write_text(damage)
-    begins_anew(tmp_path / "kept.json", caplog)
-
-
-@pytest.mark.parametrize("other", [{"version": 1}, {"root": "other"}, {"stages": []}])
-def test_what_was_kept_of_another_version_or_manifest_is_set_aside(
-    tmp_path: Path, other: dict[str, Any], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    "other",
+    ["", "{}", '{"version": 1', "[]", {"version": 1}, {"root": "other"}, {"stages": []}],
+    ids=str,
+)
+def test_a_file_that_is_damaged_or_of_another_version_or_manifest_is_set_aside_with_a_warning(
+    tmp_path: Path, other: str | dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "kept.json"
     SwarmHistory.begun(2, "root", NOW).save(file)
-    file.write_text(json.dumps(json.loads(file.read_text()) | other))
-    begins_anew(file, caplog)
-
-
-def begins_anew(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    damaged = isinstance(other, str)
+    file.write_text(other if damaged else json.dumps(json.loads(file.read_text()) | other))
     before = file.read_bytes()
     made = SwarmHistory.load(file, 2, "root", NOW + 1)
     assert made.since == NOW + 1 and made.curve.points == {} and len(made.stages) == 2

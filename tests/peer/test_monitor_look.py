@@ -49,7 +49,7 @@ class Dht:
             raise NoAnswer("stuck")
         return self.answering
 
-    def looker(self, **options: float) -> Looker:
+    def looker(self) -> Looker:
         local = SimpleNamespace(
             run=RUN,
             manifest=MANIFEST,
@@ -57,7 +57,7 @@ class Dht:
             swarm=self,
             dht=self,
         )
-        return Looker(cast("Joined", local), ("boot", "other"), **options)
+        return Looker(cast("Joined", local), ("boot", "other"))
 
 
 @pytest.fixture
@@ -112,11 +112,14 @@ def test_it_is_unreachable_where_neither_a_peer_nor_a_bootstrap_is_to_be_seen(dh
     assert dht.looker().look(MANIFEST).reachable  # peers alone
 
 
-def test_bootstraps_are_pinged_less_often_than_records_are_read(dht: Dht) -> None:
-    seldom, often = dht.looker(), dht.looker(ping_period_s=0.0)
-    for looker in (seldom, seldom, seldom, often, often):
+def test_bootstraps_are_pinged_less_often_than_records_are_read(
+    dht: Dht, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looker = dht.looker()
+    for period_s, pings in ((10.0, 1), (10.0, 1), (0.0, 2), (0.0, 3)):
+        monkeypatch.setattr("dilocox.peer.monitor.look.PING_PERIOD_S", period_s)
         looker.look(MANIFEST)
-    assert dht.pings == 1 + 2
+        assert dht.pings == pings
 
 
 def test_a_bootstrap_with_two_addresses_counts_once() -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 from urllib.error import HTTPError
 from urllib.request import urlopen
 from xml.etree import ElementTree
@@ -16,6 +17,7 @@ import pytest
 
 from dilocox.dht.manifest_revisions import in_state
 from dilocox.peer.http_pages import Page, PageServer, metrics_page
+from dilocox.peer.monitor import monitor
 from dilocox.peer.monitor.history import SwarmHistory
 from dilocox.peer.monitor.monitor import MonitorPages
 from dilocox.peer.monitor.status import MAX_PEERS_SHOWN, metrics_of
@@ -29,17 +31,13 @@ from tests.peer.fabricated import (
     trained,
 )
 from tests.peer.told_pages import STATES
-from tests.swarm.browser import DARK, Shown, chromium, show
+from tests.swarm.browser import Shown, Window
 
 HTML, CSS, JS = (
     (files("dilocox.peer.monitor") / "page" / f"status.{ending}").read_text()
     for ending in ("html", "css", "js")
 )
 EVIL = "<img src=x onerror=\"console.error('gotcha')\">"
-
-needs_browser = pytest.mark.skipif(
-    chromium() is None, reason="chromium is not installed (Debian's package is called chromium)"
-)
 
 
 def pages_of(swarm: ToldSwarm) -> MonitorPages:
@@ -247,29 +245,39 @@ def test_a_monitor_serves_cards_beside_its_pages() -> None:
             urlopen(f"http://127.0.0.1:{server.port}/card/nobody.svg")
 
 
-def test_health_and_readiness_follow_the_looks() -> None:
-    alive = True
-    fine, late = (MonitorPages(lambda: alive, late_s=late_s) for late_s in (60.0, 0.0))
+def test_health_and_readiness_follow_the_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive, pages = True, MonitorPages(lambda: alive)
 
-    def statuses(pages: MonitorPages) -> tuple[int, int]:
+    def statuses() -> tuple[int, int]:
         return pages.pages()["/readyz"]().status, pages.pages()["/healthz"]().status
 
-    assert statuses(fine) == (503, 200)
+    assert statuses() == (503, 200)
     swarm = trained(stages=1)
-    for pages in (fine, late):
-        pages.show(swarm.status(swarm.look()), Page(body=b""))
-    assert (statuses(fine), statuses(late)) == ((200, 200), (200, 503))
+    pages.show(swarm.status(swarm.look()), Page(body=b""))
+    assert statuses() == (200, 200)
     alive = False
-    assert statuses(fine) == (200, 503)
+    assert statuses() == (200, 503)
+    alive = True
+    monkeypatch.setattr(monitor, "LOOKS_LATE_S", 0.0)
+    assert statuses() == (200, 503)
 
 
 # ---- in a browser --------------------------------------------------------------------------------
-@needs_browser
+def drawn(browser: Window, pages: MonitorPages, query: str = "", **look: Any) -> Shown:
+    with PageServer("127.0.0.1", 0, pages.pages(), option="") as server:
+        return browser.show(f"http://127.0.0.1:{server.port}/{query}", **look)
+
+
+def drawn_state(browser: Window, state: str, query: str = "", **look: Any) -> Shown:
+    pages = MonitorPages(lambda: True)
+    pages.show(STATES[state](), Page(body=b""))
+    return drawn(browser, pages, query, **look)
+
+
 @pytest.mark.parametrize("stages", [1, 3])
-def test_the_page_draws_what_it_is_told(stages: int) -> None:
+def test_the_page_draws_what_it_is_told(browser: Window, stages: int) -> None:
     swarm = trained(stages=stages, replicas=2, spares=1)
-    with PageServer("127.0.0.1", 0, pages_of(swarm).pages(), option="") as server:
-        shown = show(f"http://127.0.0.1:{server.port}/")
+    shown = drawn(browser, pages_of(swarm))
     assert shown.console == ()
     assert shown.text("health") == "Training" and shown.text("tile-peers") == str(3 * stages)
     assert shown.text("progress-tokens") == "8 k of 10 M tokens, 0.1 %"
@@ -279,18 +287,14 @@ def test_the_page_draws_what_it_is_told(stages: int) -> None:
     assert shown.text("join").split() == ["dilocox", "peer", INVITE]
 
 
-@needs_browser
-def test_the_page_says_who_sits_out() -> None:
+def test_the_page_says_who_sits_out(browser: Window) -> None:
     swarm = trained(stages=1, replicas=2)
     one = next(iter(swarm.stages[0]))
     swarm.commit(4, sits_out=[one])
-    with PageServer("127.0.0.1", 0, pages_of(swarm).pages(), option="") as server:
-        shown = show(f"http://127.0.0.1:{server.port}/")
-    assert shown.dom.count(">sits out<") == 1
+    assert drawn(browser, pages_of(swarm)).count(">sits out<") == 1
 
 
-@needs_browser
-def test_markup_from_a_peer_is_shown_as_text() -> None:
+def test_markup_from_a_peer_is_shown_as_text(browser: Window) -> None:
     swarm = trained(stages=2)
     for peer, told in swarm.stages[1].items():
         swarm.stages[1][peer] = replace(
@@ -304,75 +308,56 @@ def test_markup_from_a_peer_is_shown_as_text() -> None:
     swarm.stages[1][EVIL] = stage_record(state="joining")
     head = next(iter(swarm.replicas))
     swarm.replicas[head] = replace(swarm.replicas[head], last_fault=EVIL, codec=EVIL)
-    with PageServer("127.0.0.1", 0, pages_of(swarm).pages(), option="") as server:
-        shown = show(f"http://127.0.0.1:{server.port}/")
+    shown = drawn(browser, pages_of(swarm))
     assert shown.console == () and "<img" not in shown.dom
     assert "<img src=x" in shown.text("events")
 
 
-@needs_browser
-def test_a_swarm_without_peers_is_drawn_too() -> None:
+def test_a_swarm_without_peers_is_drawn_too(browser: Window) -> None:
     swarm = ToldSwarm(stages=2, replicas=0, spares=0)
-    with PageServer("127.0.0.1", 0, pages_of(swarm).pages(), option="") as server:
-        shown = show(f"http://127.0.0.1:{server.port}/", width=390)
+    shown = drawn(browser, pages_of(swarm), width=390)
     assert shown.console == () and shown.text("health") == "Waiting for the first peers"
     assert shown.count('class="stage open"') == 2 and shown.count("call-") == 0
     assert re.search(r'id="figures" hidden', shown.dom), "there is nothing to draw yet"
 
 
-@needs_browser
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("width", [390, 1280])
-def test_no_state_makes_the_console_complain(state: str, width: int) -> None:
-    pages, status = MonitorPages(lambda: True), STATES[state]()
-    pages.show(status, Page(body=b""))
-    with PageServer("127.0.0.1", 0, pages.pages(), option="") as server:
-        shown = show(f"http://127.0.0.1:{server.port}/", DARK, width=width)
+def test_no_state_makes_the_console_complain(browser: Window, state: str, width: int) -> None:
+    shown = drawn_state(browser, state, dark=True, width=width)
     assert shown.console == ()
-    sentence = status["health"]["sentence"]
+    sentence = STATES[state]()["health"]["sentence"]
     assert shown.text("health") == sentence[0].upper() + sentence[1:]
 
 
-def shown_state(state: str, query: str = "") -> Shown:
-    pages = MonitorPages(lambda: True)
-    pages.show(STATES[state](), Page(body=b""))
-    with PageServer("127.0.0.1", 0, pages.pages(), option="") as server:
-        return show(f"http://127.0.0.1:{server.port}/{query}")
-
-
-@needs_browser
-def test_a_stage_without_a_peer_is_a_call_with_the_command_that_takes_it() -> None:
-    shown = shown_state("blocked")
+def test_a_stage_without_a_peer_is_a_call_with_the_command_that_takes_it(browser: Window) -> None:
+    shown = drawn_state(browser, "blocked")
     assert shown.text("call-4").split() == ["dilocox", "peer", INVITE, "--stage", "4"]
     assert shown.count('id="call-') == 1 and "<title>Blocked: stage 4 has no peer" in shown.dom
 
 
-@needs_browser
-def test_an_ended_run_offers_its_model_and_nobody_is_asked_to_join() -> None:
-    shown = shown_state("ended")
+def test_an_ended_run_offers_its_model_and_nobody_is_asked_to_join(browser: Window) -> None:
+    shown = drawn_state(browser, "ended")
     assert shown.text("join-title") == "Take the model home"
     assert shown.text("export").split() == ["dilocox", "export", INVITE, "my-model"]
     assert re.search(r'id="take-part" hidden', shown.dom) and shown.count('id="call-') == 0
     assert shown.count('class="replica"') == 0 and shown.text("progress-left") == ""
 
 
-@needs_browser
-def test_lines_end_where_the_operator_went_back() -> None:
-    shown = shown_state("paused")
+def test_lines_end_where_the_operator_went_back(browser: Window) -> None:
+    shown = drawn_state(browser, "paused")
     assert shown.count('class="first" points') >= 2 and shown.count("back to round 31") == 1
 
 
-@needs_browser
-def test_who_asks_for_a_peer_finds_it_marked() -> None:
+def test_who_asks_for_a_peer_finds_it_marked(browser: Window) -> None:
     row = STATES["training"]()["contributions"][2]
-    shown = shown_state("training", f"?peer={row['id']}")
+    shown = drawn_state(browser, "training", f"?peer={row['id']}")
     assert shown.text("you").startswith("You are number 3: ")
     assert shown.count('<tr class="you">') == 1 and shown.count('class="badge"') == 1
     assert shown.count(f"card/{row['id']}.svg") == 1
     assert len(re.findall(r'class="peer [^"]* you"', shown.dom)) == 1
 
 
-@needs_browser
-def test_64_replicas_of_8_stages_are_all_there() -> None:
-    shown = shown_state("large")
+def test_64_replicas_of_8_stages_are_all_there(browser: Window) -> None:
+    shown = drawn_state(browser, "large")
     assert shown.count('class="replica"') == 64 and shown.count('class="peer training') == 64 * 8

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from dilocox.peer.chain.summary import ChainRound
-from dilocox.peer.monitor.chains import DETAILED
-from dilocox.peer.monitor.history import MAX_TIMES, StageRounds
+from dilocox.peer.monitor.chains import DETAILED, MAX_TIMES, StageRounds
 from tests.peer.fabricated import chain_round, digest, walk_of
 
 ROOT = "root"

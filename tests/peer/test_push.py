@@ -21,7 +21,7 @@ from dilocox.dht.invite import Invite
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_revisions import in_state
 from dilocox.dht.records import ClaimRecord
-from dilocox.peer.chain.download import AnchorPlace
+from dilocox.peer.chain.visitor_download import AnchorPlace
 from dilocox.peer.commands import push
 from dilocox.peer.commands.export import CheckpointDraft, model_card
 from dilocox.peer.commands.push import Repository, run_push_command

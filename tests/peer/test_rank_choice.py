@@ -15,9 +15,8 @@ from dilocox.peer.rounds.rank_choice import (
     following_window,
     next_inner_steps,
     next_ranks,
-    stage_codec,
 )
-from dilocox.peer.rounds.record import WINDOW, RoundFacts, Times
+from dilocox.peer.rounds.record import WINDOW, RoundFacts, Times, stage_codec
 from tests.peer.local_peers import MANIFEST
 
 ENERGY = 0.95

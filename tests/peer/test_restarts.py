@@ -15,8 +15,8 @@ import torch
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.peer.chain import snapshot_files
 from dilocox.peer.chain.snapshot_files import LOCAL_FILE
-from dilocox.peer.training import snapshots
-from dilocox.peer.training.snapshots import BYTES_PER_S
+from dilocox.peer.training import snapshot_taking
+from dilocox.peer.training.snapshot_taking import BYTES_PER_S
 from tests.peer.loops import Loop
 
 STEP_TOKENS = 16
@@ -243,7 +243,7 @@ def test_a_journal_that_cannot_be_read_counts_as_a_send(loop: Loop) -> None:
 
 
 def test_the_journal_stays_short(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots, "MAX_LINES", 4)
+    monkeypatch.setattr(snapshot_taking, "MAX_LINES", 4)
     for number in range(1, 10):
         loop.train()
         send(loop, number)

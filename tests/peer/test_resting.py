@@ -24,8 +24,8 @@ from dilocox.peer.process.local_page import TOKEN_HEADER
 from dilocox.peer.process.resting import (
     Allowance,
     Resting,
-    RestWatch,
     pause,
+    rest_watch,
     resume,
     wait_until_allowed,
 )
@@ -87,7 +87,7 @@ def test_over_the_limit_a_training_peer_is_asked_to_leave_and_its_traffic_is_kep
     given = options(state, monthly_traffic_gb=3.0)
     with StopSignal() as stop:
         stop.defer()
-        with RestWatch(Allowance(given), lambda: total[0], stop, look_s=0.01):
+        with rest_watch(Allowance(given), lambda: total[0], stop, look_s=0.01):
             total[0] = int(2.9 * GB)
             assert not stop.event.wait(0.2)
             total[0] = int(3.1 * GB)

@@ -163,10 +163,10 @@ def members_of(count: int, numel: int, common: float, longer: float = 1.0) -> Te
     return found * torch.tensor([1.0, longer]).repeat(count)[:count, None]
 
 
-SIZES = [(4, 2000), (8, 3000), (8, 50_000), (32, 20_000)]
+SIZES = [(4, 2000), (8, 3000), (8, 20_000)]
 
 
-@pytest.mark.parametrize(("count", "numel"), [(8, 100), *SIZES])
+@pytest.mark.parametrize(("count", "numel"), [(8, 100), *SIZES, (32, 5000)])
 @pytest.mark.parametrize("common", [0.0, 0.02, 0.5])
 @pytest.mark.parametrize("longer", [1.0, 20.0])
 def test_no_member_doubts_a_sound_mean(
@@ -176,7 +176,7 @@ def test_no_member_doubts_a_sound_mean(
     assert judged(sent, lambda mean, noise: mean, columns=8) == 0
 
 
-@pytest.mark.parametrize(("count", "numel"), SIZES)
+@pytest.mark.parametrize(("count", "numel"), [*SIZES, (32, 20_000)])  # who is many needs more
 @pytest.mark.parametrize(
     "spoil",
     [

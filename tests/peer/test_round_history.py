@@ -22,10 +22,12 @@ from dilocox.dht.rpc import Blob, CallRefused, Client
 from dilocox.dht.upload_limit import UploadLimit
 from dilocox.peer.chain import archive_keeper, round_history
 from dilocox.peer.chain.archive_keeper import Keeper
-from dilocox.peer.chain.history_keeper import LIVE_ROUNDS, OPEN_ROUNDS, HistoryKeeper
 from dilocox.peer.chain.round_history import (
     FIRST,
+    LIVE_ROUNDS,
     MAX_PAGE_BYTES,
+    OPEN_ROUNDS,
+    HistoryKeeper,
     HistoryRow,
     RoundHistory,
     ask_history,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,7 @@ import yaml
 from benchmarks.grid import sent_by
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import Manifest
+from dilocox.peer.process import prepare
 from dilocox.peer.process.prepare import StageNeeds
 from dilocox.peer.process.run_plan import (
     LAST_WAYS,
@@ -25,7 +27,7 @@ from dilocox.peer.process.run_plan import (
     traffic,
 )
 from dilocox.peer.rounds.grid import Grid
-from dilocox.peer.rounds.rank_choice import stage_codec
+from dilocox.peer.rounds.record import stage_codec
 from dilocox.peer.rounds.round_end import LOOK_S, NOTICE_S
 from dilocox.pipeline.frames import encoded_bytes
 from dilocox.pipeline.partition import hidden_size
@@ -54,6 +56,22 @@ def machines(**given: Any) -> Machines:
 
 def planned(manifest: Manifest, **given: Any) -> RunPlan:
     return RunPlan(manifest, machines(**given), memory=False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def activations_are_reckoned_once() -> Iterator[None]:
+    """Those of a stage take a third of a second, and several plans here are of the same run."""
+    reckon, known = prepare.activation_bytes, dict[object, Any]()
+
+    def known_or_reckoned(manifest: Manifest, stage: int, **options: Any) -> Any:
+        key = manifest.digest, stage, *sorted(options.items())
+        if key not in known:
+            known[key] = reckon(manifest, stage, **options)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "activation_bytes", known_or_reckoned)
+        yield
 
 
 # ---- by hand -------------------------------------------------------------------------------------

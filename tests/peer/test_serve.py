@@ -28,8 +28,7 @@ from dilocox.peer.http_pages import PageServer
 from tests.dht.processes import wait_until
 from tests.peer.corpora import write_tokenizer
 from tests.peer.test_export import LLAMA, RUN, write
-from tests.peer.test_monitor_page import needs_browser
-from tests.swarm.browser import Window, show
+from tests.swarm.browser import Window
 
 LOCAL = "127.0.0.1"
 POSITIONS = 128
@@ -481,16 +480,17 @@ def test_the_page_loads_nothing_and_writes_text_only_as_text() -> None:
     assert HTML.count("http") == 1 and "http://www.w3.org/2000/svg" in HTML
 
 
-@needs_browser
 @pytest.mark.parametrize("width", [390, 1280])
-def test_the_page_says_which_round_answers(refusing: PageServer, width: int) -> None:
-    shown = show(f"http://localhost:{refusing.port}/", width=width)
+def test_the_page_says_which_round_answers(
+    refusing: PageServer, browser: Window, width: int
+) -> None:
+    shown = browser.show(f"http://localhost:{refusing.port}/", width=width)
     assert shown.console == () and shown.text("name") == "tales"
     assert shown.text("round").startswith("round 12 of its training, after 34,567 tokens")
     assert "babbles" in shown.text("hint")
 
 
-@needs_browser
+@pytest.mark.usefixtures("browser")  # is there one?
 def test_a_conversation_on_the_page_is_streamed_as_text_and_shortened_to_fit(
     scripted: Callable[..., TextModel],
 ) -> None:

@@ -15,7 +15,7 @@ import pytest
 from dilocox.dht.errors import InvalidInput
 from dilocox.peer.chain.round_history import HistoryRow
 from dilocox.peer.monitor import tracking
-from dilocox.peer.monitor.curve import Curve
+from dilocox.peer.monitor.history import Curve, Point
 from dilocox.peer.monitor.tracking import SETTLED, TensorBoard, Tracker, Wandb
 from tests.peer.fabricated import RUN
 
@@ -49,7 +49,7 @@ def _installed(request: pytest.FixtureRequest) -> None:
 
 def test_each_round_is_written_once_also_after_a_restart(tmp_path: Path) -> None:
     curve, tracker = Curve(), board(tmp_path)
-    curve.see(6, tokens=700, validation=2.0)
+    curve.see(Point(6, 700, validation=2.0))
     tracker.take(curve, None)
     assert not (tmp_path / "tracked.json").exists()  # bootstraps are asked for those before
     rows = [row(number) for number in range(7)]

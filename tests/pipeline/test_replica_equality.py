@@ -44,8 +44,11 @@ def chained_weights(plan: Plan, steps: int) -> list[Tensor]:
 
 
 class TestEqualsTheWholeModel:
-    @pytest.mark.parametrize("family_config", ["llama", "gpt_neox", "qwen3"], indirect=True)
-    @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+    @pytest.mark.parametrize(
+        ("family_config", "num_stages"),
+        [("llama", 1), ("llama", 2), ("llama", 4), ("gpt_neox", 3), ("qwen3", 3)],
+        indirect=["family_config"],
+    )
     def test_after_twenty_inner_steps(self, family_config: Config, num_stages: int) -> None:
         expected, results = whole_run(tuple(family_config.items()), 20)
         swarm = trained(Plan(config=family_config, num_stages=num_stages), 20, seed=num_stages)

@@ -122,12 +122,12 @@ class Window:
     `console` has what it complained of: errors, warnings, what its policy forbade.
     """
 
-    def __init__(self, url: str, *flags: str, width: int = 1280, height: int = 1000):
+    def __init__(self, url: str = "", *flags: str, width: int = 1280, height: int = 1000):
         self.console: list[str] = []
         self._url = url
         self._flags = (*flags, f"--window-size={width},{height}", "--remote-debugging-pipe")
         self._closing = ExitStack()
-        self._asked, self._session, self._held = 0, "", b""
+        self._asked, self._session, self._held, self._expired = 0, "", b"", False
 
     def __enter__(self) -> Window:
         browser = chromium()
@@ -156,13 +156,35 @@ class Window:
             self._session = attached["sessionId"]
             for domain in ("Runtime", "Log", "Page"):
                 self._ask(f"{domain}.enable")
-            self._ask("Page.navigate", url=self._url)
-            self.wait_for("document.readyState === 'complete' && location.href !== 'about:blank'")
+            if self._url:
+                self._ask("Page.navigate", url=self._url)
+                opened = "document.readyState === 'complete' && location.href !== 'about:blank'"
+                self.wait_for(opened)
             self._closing = closing.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._closing.close()
+
+    def show(self, url: str, *, dark: bool = False, width: int = 1280, height: int = 1000) -> Shown:
+        """As the function of this name, in this browser: its start is most of what that takes."""
+        self._ask("Page.navigate", url="about:blank")
+        self.console.clear()
+        colours = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self._ask("Emulation.setEmulatedMedia", features=[colours])
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self._ask("Emulation.setDeviceMetricsOverride", **size)
+        self._expired = False
+        self._ask("Emulation.setVirtualTimePolicy", policy="pause")
+        self._ask("Page.navigate", url=url)
+        waits = {"policy": "pauseIfNetworkFetchesPending", "budget": PATIENCE_MS}
+        self._ask("Emulation.setVirtualTimePolicy", **waits)
+        deadline = time.monotonic() + LIMIT_S
+        while not self._expired:
+            message = self._read(deadline)
+            self._note(message.get("method", ""), message.get("params", {}))
+        dom = self.run("document.documentElement.outerHTML")
+        return Shown(dom.replace("\n", " "), tuple(self.console))
 
     def run(self, script: str) -> Any:
         """Run a script in the page; the JSON value of its last expression."""
@@ -202,6 +224,8 @@ class Window:
             self.console.append(str(told["args"]))
         elif method == "Log.entryAdded":
             self.console.append(f"{told['entry']['text']} {told['entry'].get('url', '')}")
+        elif method == "Emulation.virtualTimeBudgetExpired":
+            self._expired = True
 
     def _read(self, deadline: float) -> dict[str, Any]:
         while b"\0" not in self._held:

@@ -32,10 +32,10 @@ from dilocox.dht.manifest import Manifest
 from dilocox.peer.chain.store import RoundLog
 from dilocox.peer.commands.demo import WatchedPeer
 from dilocox.peer.os_process import Child, start_process
-from dilocox.peer.rounds.rank_choice import stage_codec
+from dilocox.peer.rounds.record import stage_codec
 from dilocox.peer.rounds.vote_count import Vote
 from dilocox.peer.state_folder import StateFolder
-from dilocox.pipeline.checkpoint import described_by
+from dilocox.pipeline.pretrained import described_by
 from dilocox.pipeline.stage import parameter_shapes
 from tests.swarm.altered import Halt, Shown
 from tests.swarm.links import Links

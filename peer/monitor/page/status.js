@@ -48,7 +48,8 @@ function ago(seconds) {
   return seconds < 129600 ? Math.round(seconds / 3600) + " h" : Math.round(seconds / 86400) + " d";
 }
 const lastSix = id => id.slice(-6);
-function named(name, id) { return name ? `${name} (${id})` : id; }
+const roundName = round => round < 0 ? "start" : `round ${round}`;
+const capital = sentence => sentence[0].toUpperCase() + sentence.slice(1);
 
 // ---- what the figures say together ----------------------------------------------------------------
 function roundsOf(status) {
@@ -87,6 +88,8 @@ function bestOf(rounds) {
   return rounds.filter(each => known(each.validation))
     .reduce((a, b) => !a || b.validation <= a.validation ? b : a, null);
 }
+const lastRoundAt = (status, rounds) => Math.max(
+  ...status.stages.map(stage => stage.last_round_at || 0), ...rounds.map(each => each.at || 0));
 const bare = stage => stage.peers.length === 0;
 const begunWith = status => status.stages.some(stage => !bare(stage) || stage.round !== null);
 
@@ -227,8 +230,7 @@ function drawLoss(status, rounds) {
     ticks: (low, high, n, log) => (log ? logSteps : steps)(low, high, n)
       .filter(v => byTokens || Number.isInteger(v) && v >= -1)
       .map(v => [v, byTokens ? short(v) : v < 0 ? "start" : String(v)]),
-    readout: ([, , each]) => (each.round < 0 ? "start" : `round ${each.round}`) +
-      (byTokens ? `, ${short(each.tokens)} tokens` : "") +
+    readout: ([, , each]) => roundName(each.round) + (byTokens ? `, ${short(each.tokens)} tokens` : "") +
       `: validation ${loss(each.validation)}, train ${loss(each.train)}`,
   });
 }
@@ -251,7 +253,8 @@ function drawPeer(parent, peer, sitsOut, options = {}) {
   const state = ["training", "spare", "joining"].includes(peer.state) ? peer.state : "spare";
   const node = make(parent, "span", {class: `peer ${state} id` + (peer.id === me ? " you" : "") +
     (sitsOut ? " out" : "") + (options.tiny ? " tiny" : "")}, peer.name || lastSix(peer.id));
-  node.title = `${named(peer.name, peer.id)}: ${peer.state}, round ${peer.round}, version ${peer.version}` +
+  const who = peer.name ? `${peer.name} (${peer.id})` : peer.id;
+  node.title = `${who}: ${peer.state}, round ${peer.round}, version ${peer.version}` +
     Object.entries(peer.figures).map(([name, value]) => `, ${name} ${percent(value)}`).join("") +
     (peer.dial_out ? ", can only dial out" : "") + (peer.blocked ? "; " + peer.blocked : "") +
     (sitsOut ? "; sits out: what it sent was left out or came too late, again and again" : "");
@@ -385,27 +388,21 @@ function drawProgress(status) {
 function drawTiles(status, rounds) {
   const totals = status.totals, box = at("tiles"), best = bestOf(rounds);
   const spares = status.stages.flatMap(stage => stage.peers).filter(p => p.state === "spare").length;
-  const validation = ["validation", loss(totals.validation), !known(totals.validation_round) ? "validation loss"
-    : totals.validation_round < 0 ? "validation, start" : `validation, round ${totals.validation_round}`];
-  const bestTile = ["best", loss(best && best.validation),
-    !best ? "best loss" : best.round < 0 ? "best loss, start" : `best loss, round ${best.round}`];
-  const stretch = timesOf(status, rounds), began = begunOf(status, rounds);
-  const until = Math.max(...status.stages.map(stage => stage.last_round_at || 0), ...rounds.map(each => each.at || 0),
-    stretch.length ? stretch[stretch.length - 1][0] : 0);
-  const ended = status.health.state === "ended";
+  const losses = [["validation", loss(totals.validation), known(totals.validation_round)
+    ? `validation, ${roundName(totals.validation_round)}` : "validation loss"],
+    ["best", loss(best && best.validation), best ? `best loss, ${roundName(best.round)}` : "best loss"]];
+  const began = begunOf(status, rounds), ended = status.health.state === "ended";
+  const until = Math.max(lastRoundAt(status, rounds), ...timesOf(status, rounds).map(row => row[0]));
   const peers = ["peers", whole(totals.peers), `${totals.peers === 1 ? "peer" : "peers"}, ` +
     `${count(totals.replicas, "replica")}, ${count(spares, "spare")}`];
   const tiles = ended || status.health.state === "paused" ? [
-    ["tokens", short(totals.tokens), "tokens"], validation,
-    bestTile,
+    ["tokens", short(totals.tokens), "tokens"], ...losses,
     ["rounds", whole(Math.max(0, ...status.stages.map(stage => stage.rounds))), "rounds"],
     ["contributors", whole(totals.contributors), `${totals.contributors === 1 ? "peer" : "peers"} contributed`],
     ended ? ["took", until > began ? ago(until - began) : "–", `from ${day(began)} on`] : peers,
   ] : [
-    ["speed", short(totals.tokens_per_s), "tokens a second"], validation,
-    bestTile,
-    ["pace", short(totals.rounds_per_hour), "rounds an hour"],
-    peers,
+    ["speed", short(totals.tokens_per_s), "tokens a second"], ...losses,
+    ["pace", short(totals.rounds_per_hour), "rounds an hour"], peers,
     ["waiting", percent(totals.waiting), "of the time waiting for averages"],
   ];
   box.replaceChildren();
@@ -498,8 +495,7 @@ function drawEvents(status) {
 // ---- the whole page -------------------------------------------------------------------------------
 function drawTab(status) {
   const {totals, health} = status, share = Math.min(1, totals.tokens / (totals.end_tokens || 1));
-  const sentence = health.sentence[0].toUpperCase() + health.sentence.slice(1);
-  const figures = [sentence];
+  const figures = [capital(health.sentence)];
   if (health.state === "training" && totals.tokens) figures.unshift(`${Math.floor(100 * share)} %`);
   document.title = `${figures.join(" · ")} · ${status.name}`;
   const paint = health.warns ? "#d08700" : {training: "#1a9d5b", ended: "#2f6fde", paused: "#2f6fde",
@@ -515,10 +511,9 @@ function draw(status) {
   const {health} = status, up = status.bootstraps.filter(Boolean).length, all = status.bootstraps.length;
   const rounds = roundsOf(status);
   fill("name", status.name); fill("run", "run " + status.run.slice(0, 12));
-  fill("health", health.sentence[0].toUpperCase() + health.sentence.slice(1));
+  fill("health", capital(health.sentence));
   at("health").className = health.state + (health.warns ? " warns" : "");
-  const newest = Math.max(...status.stages.map(stage => stage.last_round_at || 0),
-    ...rounds.map(each => each.at || 0));
+  const newest = lastRoundAt(status, rounds);
   const told = [newest ? `last round ${ago(status.now - newest)} ago`
     : status.stages.some(stage => stage.round !== null) ? "no round seen to come yet" : "no round yet"];
   told.push(all > 1 ? `${up} of ${all} bootstraps answer` : up ? "the bootstrap answers"

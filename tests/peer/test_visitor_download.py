@@ -16,7 +16,7 @@ from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.records import ClaimRecord
-from dilocox.peer.chain.download import AnchorPlace, Patience, StageAnchor, download_anchors
+from dilocox.peer.chain.visitor_download import AnchorPlace, Patience, StageAnchor, download_anchors
 from dilocox.peer.rounds.record import RoundRecord
 from tests.peer.kept_chains import MODEL, ChainMaker, Change
 from tests.peer.memory_swarm import MemorySwarm

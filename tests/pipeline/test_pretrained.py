@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
-from dilocox.pipeline.checkpoint import Checkpoint, described_by
+from dilocox.pipeline.pretrained import Checkpoint, described_by
 from dilocox.pipeline.stage import build_stage, flatten_parameters, parameter_shapes
 from tests.pipeline.conftest import FAMILIES
 

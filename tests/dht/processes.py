@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 OPEN_A_NODE = """
 import asyncio, json, os, signal, sys, threading
@@ -20,19 +21,24 @@ from dilocox.dht.node import open_dht
 from dilocox.dht.validator import RunRecordValidator
 
 identity = Identity.load_or_create(Path(sys.argv[1]))
-dht = open_dht(
-    identity=identity, bootstraps=(), listen=("/ip4/127.0.0.1/tcp/0",), announce=(),
-    client_mode=False, validator=RunRecordValidator("0" * 32, identity), clock=RunClock(),
-)
 if "ignore" in sys.argv:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 # A peer's main process has a handle of its own to p2pd.
 loop = asyncio.new_event_loop()
 threading.Thread(target=loop.run_forever, daemon=True).start()
-asyncio.run_coroutine_threadsafe(dht.replicate_p2p(), loop).result(30)
-facts = {"child": dht.pid, "p2pd": dht.p2pd_pid, "alive": dht.visible_addresses()}
-print(json.dumps(facts), flush=True)
+
+def opened():
+    dht = open_dht(
+        identity=identity, bootstraps=(), listen=("/ip4/127.0.0.1/tcp/0",), announce=(),
+        client_mode=False, validator=RunRecordValidator("0" * 32, identity), clock=RunClock(),
+    )
+    asyncio.run_coroutine_threadsafe(dht.replicate_p2p(), loop).result(30)
+    facts = {"child": dht.pid, "p2pd": dht.p2pd_pid, "alive": dht.visible_addresses()}
+    print(json.dumps(facts), flush=True)
+    return dht
+
+dht = opened()
 for line in sys.stdin:
     if line.strip() == "raise":
         raise RuntimeError("the main program failed")
@@ -41,6 +47,8 @@ for line in sys.stdin:
     if line.strip() == "close":
         dht.close()
         print(json.dumps("closed"), flush=True)
+    if line.strip() == "open":
+        dht = opened()
 """
 
 
@@ -81,6 +89,12 @@ class NodeProgram:
         self.tell(command)
         assert self.process.stdout
         return json.loads(self.process.stdout.readline())
+
+    def open(self) -> None:
+        """Another node after the one that was closed."""
+        facts: Any = self.ask("open")
+        assert facts["alive"]
+        self.child, self.p2pd = facts["child"], facts["p2pd"]
 
     @property
     def sockets(self) -> list[Path]:

@@ -57,8 +57,23 @@ def test_main_process_that_fails_ends_and_leaves_nothing(start: Start):
     wait_until(lambda: not program.left(), LIMIT_S)
 
 
-def test_ctrl_c_and_sigterm_leave_the_node_to_the_main_process(start: Start):
-    program = start("ignore")
+# ---- the main process goes on --------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def ignoring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProgram]:
+    """One that no signal of a terminal ends; a test that hurts its node closes that."""
+    program = NodeProgram.start(tmp_path_factory.mktemp("key") / "identity.key", "ignore")
+    yield program
+    program.end()
+
+
+@pytest.fixture
+def program(ignoring: NodeProgram) -> NodeProgram:
+    if not is_alive(ignoring.child):
+        ignoring.open()
+    return ignoring
+
+
+def test_ctrl_c_and_sigterm_leave_the_node_to_the_main_process(program: NodeProgram):
     for number in (signal.SIGINT, signal.SIGTERM):
         os.killpg(program.process.pid, number)
     os.kill(program.child, signal.SIGTERM)
@@ -73,8 +88,7 @@ def test_ctrl_c_and_sigterm_leave_the_node_to_the_main_process(start: Start):
 
 
 @pytest.mark.parametrize(("killed", "other"), [("p2pd", "child"), ("child", "p2pd")])
-def test_node_and_p2pd_end_with_each_other(start: Start, killed: str, other: str):
-    program = start()
+def test_node_and_p2pd_end_with_each_other(program: NodeProgram, killed: str, other: str):
     os.kill(getattr(program, killed), signal.SIGKILL)
     wait_until(lambda: not is_alive(getattr(program, other)), LIMIT_S)
     assert program.ask("close") == "closed"
@@ -82,8 +96,7 @@ def test_node_and_p2pd_end_with_each_other(start: Start, killed: str, other: str
 
 
 @pytest.mark.swarm
-def test_stopped_node_is_closed_all_the_same(start: Start):
-    program = start()
+def test_stopped_node_is_closed_all_the_same(program: NodeProgram):
     os.kill(program.child, signal.SIGSTOP)
     assert program.ask("close") == "closed"
     wait_until(lambda: not is_alive(program.child) and not is_alive(program.p2pd), LIMIT_S)

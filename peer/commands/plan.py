@@ -94,12 +94,6 @@ def _of_run(options: PlanOptions, invite: Invite) -> tuple[Manifest, Machines, d
         median(each.tokens_per_s / (each.computing_share or 1.0) for each in hosts[stage])
         for stage in range(manifest.stages)
     )
-    rates_of_link = {}
-    if link is not None:
-        rates_of_link = {
-            "mbit": link.down_bytes_per_s / MBIT,
-            "up_mbit": link.up_bytes_per_s / MBIT,
-        }
     steps = round(median(each.inner_steps for each in hosts[0]))
     known: dict[str, float] = {
         "peers": peers,
@@ -107,9 +101,11 @@ def _of_run(options: PlanOptions, invite: Invite) -> tuple[Manifest, Machines, d
         "tokens_per_s": sum(each.tokens_per_s for each in hosts[0]),
         "computing": median(each.computing_share or 0.0 for each in hosts[0]),
     }
-    machines = _told(options, peers=peers, tokens_per_s=rates, **rates_of_link)
+    told: dict[str, Any] = {"peers": peers, "tokens_per_s": rates}
+    if link is not None:
+        told |= {"mbit": link.down_bytes_per_s / MBIT, "up_mbit": link.up_bytes_per_s / MBIT}
     rounds = replace(manifest.rounds, inner_steps=steps)
-    return replace(manifest, rounds=rounds), machines, known
+    return replace(manifest, rounds=rounds), _told(options, **told), known
 
 
 def _changes(found: RunPlan) -> dict[str, RunPlan]:
@@ -119,9 +115,7 @@ def _changes(found: RunPlan) -> dict[str, RunPlan]:
     more = {"one more peer": replace(machines, peers=peers + 1)}
     if stages > 1:  # which may be a spare
         more["one more replica"] = replace(machines, peers=peers + stages)
-    more |= {
-        "twice the uplink": replace(machines, up_bytes_s=2 * machines.up_bytes_s),
-    }
+    more["twice the uplink"] = replace(machines, up_bytes_s=2 * machines.up_bytes_s)
     return {name: RunPlan(found.manifest, each, memory=False) for name, each in more.items()}
 
 

@@ -37,11 +37,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.memory import resident_bytes
 from benchmarks.report import Column, Report, parser
 from dilocox.dht.identity import Identity
+from dilocox.dht.invite import Invite
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.records import ClaimRecord
 from dilocox.peer.chain.store import RoundLog
 from dilocox.peer.chain.uploads import Source, find_in_log, open_state
 from dilocox.peer.commands.export import DTYPES, export_run
+from dilocox.peer.options import AnchorOptions
 from dilocox.peer.rounds.record import stage_codec
 from dilocox.pipeline.partition import plan_stages
 from dilocox.pipeline.stage import stage_layout
@@ -124,13 +126,15 @@ class Donor:
         return find_in_log(self._log, want["what"], want["digest"], header=header)
 
 
-def export(manifest: Manifest, folder: Path, target: Path, dtype: str) -> None:
+def export(manifest: Manifest, folder: Path, target: Path, dtype: Any) -> None:
     """Export the run, and note what it took. In a process of its own."""
     began = time.monotonic()
     donors = [Donor(manifest, stage, folder) for stage in range(manifest.stages)]
     swarm = MemorySwarm(**{donor.peer: donor.find for donor in donors})
     place = swarm.place(manifest, lambda stage: {donors[stage].peer: donors[stage].claim})
-    export_run(place, target, DTYPES[dtype], timeout_s=LIMIT_S)
+    address = f"/ip4/127.0.0.1/tcp/1/p2p/{donors[0].peer}"  # its byte tokenizer asks nobody
+    invite = Invite(run_id=RUN, bootstraps=(address,))
+    export_run(place, target, AnchorOptions(invite=invite, dtype=dtype, timeout_s=LIMIT_S))
     took = {
         "downloaded": len({peer for peer, _ in swarm.asked}),
         "peak": resident_bytes("VmHWM"),

@@ -187,7 +187,6 @@ def known_variables() -> set[str]:
 
 
 def main() -> NoReturn:
-    """Run the command line and end this process."""
     end_process(run())
 
 

@@ -64,19 +64,12 @@ class Page:
 
     @classmethod
     def text(cls, text: str, status: int = HTTPStatus.OK) -> Page:
-        """Plain text of one line."""
         return cls(body=f"{text}\n".encode(), status=status)
 
 
 def html_page(html: str) -> Page:
-    """A page for people that is whole in itself."""
-    policy = {"Content-Security-Policy": content_policy(html), "Referrer-Policy": "no-referrer"}
-    return Page(body=html.encode(), content_type="text/html; charset=utf-8", headers=policy)
-
-
-def content_policy(html: str) -> str:
-    """Only the page's own script and style may run, named by their hashes, and nothing is loaded
-    from anywhere but this server.
+    """A page for people that is whole in itself: only its own script and style may run, named by
+    their hashes, and nothing is loaded from anywhere but this server.
     """
 
     def hashes(tag: str) -> str:
@@ -84,11 +77,13 @@ def content_policy(html: str) -> str:
         digests = (hashlib.sha256(text.encode()).digest() for text in inline)
         return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
 
-    return (
+    policy = (
         f"default-src 'none'; script-src {hashes('script')}; "
         f"style-src {hashes('style')}; connect-src 'self'; img-src data:; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
+    headers = {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"}
+    return Page(body=html.encode(), content_type="text/html; charset=utf-8", headers=headers)
 
 
 Pages = Mapping[str, Callable[[], Page]]
@@ -253,7 +248,6 @@ def asks_this_machine(headers: Mapping[str, str]) -> bool:
 
 
 def not_allowed(methods: str) -> Page:
-    """For a request with another method than these."""
     status = HTTPStatus.METHOD_NOT_ALLOWED
     return Page(body=f"only {methods}\n".encode(), status=status, headers={"Allow": methods})
 
@@ -319,7 +313,6 @@ class MetricTable(Collector, Generic[S]):
 
 
 def metrics_page(metrics: Collector) -> Page:
-    """What `/metrics` answers."""
     return Page(body=generate_latest(metrics), content_type=CONTENT_TYPE_LATEST)
 
 

@@ -51,7 +51,6 @@ def announced(addresses: Sequence[str]) -> tuple[str, ...]:
 
 
 def peer_ids(texts: Sequence[str]) -> tuple[str, ...]:
-    """The ids of at least one peer, checked."""
     if not texts:
         raise InvalidInput(
             "name at least one peer: its id is what `dilocox peer` tells at its start"
@@ -274,7 +273,6 @@ class BootstrapOptions:
 
     @property
     def listen(self) -> str:
-        """The multiaddr to listen on."""
         return f"/ip4/{self.host}/tcp/{self.port}"
 
 
@@ -448,7 +446,6 @@ class HostingOptions:
 
     @property
     def memory_limit_bytes(self) -> float | None:
-        """The memory limit in bytes, None without one."""
         return self.memory_limit_gb * GB or None
 
 
@@ -498,7 +495,6 @@ class PeerOptions(HostingOptions):
 
     @property
     def monthly_traffic_bytes(self) -> float | None:
-        """The limit of a month's traffic in bytes, None without one."""
         return self.monthly_traffic_gb * GB or None
 
 

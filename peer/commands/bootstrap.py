@@ -146,7 +146,6 @@ METRICS = (
 
 
 def metrics_of(run: str, facts: Callable[[], BootstrapFacts]) -> MetricTable[BootstrapFacts]:
-    """What `/metrics` says."""
     labels = {"run": run[:RUN_LABEL]}
     return MetricTable(specs=METRICS, source=facts, prefix=PREFIX, labels=labels)
 
@@ -332,7 +331,6 @@ class Beside:
         self._archive.close()
 
     def pages(self) -> Pages:
-        """What is served."""
         metrics = metrics_of(self._keeper.run, lambda: self._facts)
         signs = {
             "main thread": lambda: self._clock() < self._turn_at + STUCK_AFTER_S,

@@ -213,7 +213,6 @@ class SwarmTable:
         self._live.stop()
 
     def update(self, peers: Sequence[WatchedPeer]) -> None:
-        """Show the newest figures."""
         if self._console.is_terminal:
             self._live.update(swarm_table(peers, self._rounds), refresh=True)
             return
@@ -234,7 +233,6 @@ class SwarmTable:
 
 
 def swarm_table(peers: Sequence[WatchedPeer], rounds: int) -> Table:
-    """The newest figures of all peers, one a row."""
     table = Table(title=f"dilocox demo: {rounds} rounds", title_justify="left")
     for name in ("stage", "peer", "state", "replica"):
         table.add_column(name)
@@ -320,7 +318,6 @@ def run_demo(options: DemoOptions) -> int:
 
 
 def demo_manifest(options: DemoOptions) -> dict[str, Any]:
-    """The run.yaml of the demo."""
     tokens_per_step = BATCH["sequence_length"] * BATCH["microbatch_size"] * BATCH["microbatches"]
     tokens_per_round = options.replicas * INNER_STEPS * tokens_per_step
     return {

@@ -296,15 +296,8 @@ class Examination:
         from dilocox.peer.commands.doctor_bench import measure_speed
 
         self._busy("training a few steps, up to 10 s")
-        manifest, stage = needs.manifest, needs.stage
-        found = measure_speed(
-            self._options.device,
-            manifest,
-            stage,
-            needs.values,
-            limit_s=SPEED_LIMIT_S,
-            recompute=self._options.recompute,
-        )
+        stage, device = needs.stage, self._options.device
+        found = measure_speed(device, needs, limit_s=SPEED_LIMIT_S)
         per_token = needs.link_bytes_per_token()
         carried = None
         if exchange is not None and per_token:
@@ -339,29 +332,18 @@ MAX_WIDTH = 120
 def run_doctor(options: DoctorOptions) -> int:
     """Examine, show, and say whether this machine could take part; the exit code."""
     with StopSignal():
-        file = options.json_file
-        checks = _shown(options) if file is None else _written(options, file)
+        if options.json_file is None:
+            page = Page(wide_console(highlight=False))
+            examination = Examination(options, page.busy)
+            checks = page.show(examination.checks())
+            page.say("")
+            page.say(verdict(checks, examination.part))
+        else:
+            examination = Examination(options, lambda _: None)
+            checks = list(examination.checks())
+            write_json(options.json_file, as_json(checks, examination.part, options.invite))
         return 1 if any(check.status == "failed" for check in checks) else 0
     return STOPPED
-
-
-def _shown(options: DoctorOptions) -> list[Check]:
-    page = Page(wide_console(highlight=False))
-    examination = Examination(options, page.busy)
-    try:
-        checks = page.show(examination.checks())
-    finally:
-        page.busy("")
-    page.say("")
-    page.say(verdict(checks, examination.part))
-    return checks
-
-
-def _written(options: DoctorOptions, file: Path) -> list[Check]:
-    examination = Examination(options, lambda _: None)
-    checks = list(examination.checks())
-    write_json(file, as_json(checks, examination.part, options.invite))
-    return checks
 
 
 def as_json(
@@ -400,14 +382,16 @@ class Page:
     def show(self, checks: Iterable[Check]) -> list[Check]:
         """Print them as they come; all of them."""
         shown: list[Check] = []
-        for check in checks:
+        try:
+            for check in checks:
+                self.busy("")
+                self._line(check)
+                shown.append(check)
+        finally:
             self.busy("")
-            self._line(check)
-            shown.append(check)
         return shown
 
     def say(self, text: str) -> None:
-        """A sentence of its own."""
         for line in _wrapped(text, self._width):
             self._console.print(Text(line), soft_wrap=True)
 

@@ -16,8 +16,8 @@ from collections.abc import Callable
 import torch
 
 from dilocox.dht.errors import DilocoxError
-from dilocox.dht.manifest import Manifest
 from dilocox.peer.commands.doctor_checks import DeviceFacts, SpeedFacts
+from dilocox.peer.process.prepare import StageNeeds
 from dilocox.peer.training.inner_optimizer import InnerOptimizer
 from dilocox.pipeline.partition import hidden_size
 from dilocox.pipeline.stage import build_stage, chosen_device
@@ -39,30 +39,18 @@ def look_at_device(option: str, threads: int) -> DeviceFacts:
     return found[-1]
 
 
-def measure_speed(
-    option: str,
-    manifest: Manifest,
-    stage: int,
-    values: int,
-    *,
-    limit_s: float,
-    recompute: bool = False,
-) -> SpeedFacts:
-    """Tokens a second of a stage, as good as it can be known in this time.
-
-    option: the device's. values: parameters of the stage. recompute: as the peer is to do, or the
-    manifest says.
-    """
+def measure_speed(option: str, needs: StageNeeds, *, limit_s: float) -> SpeedFacts:
+    """Tokens a second of a stage, as good as it can be known in this time. option: the device's."""
     # an estimate takes its place, then what was measured
     found = [SpeedFacts(fault=f"this machine needs more than {limit_s:.0f} s to tell")]
 
     def measure() -> None:
         try:
             device = chosen_device(option)
-            per_token = FLOPS_PER_PARAMETER * max(1, values)
-            flops = _multiplied(device, manifest.inner.precision) * EFFICIENCY
+            per_token = FLOPS_PER_PARAMETER * max(1, needs.values)
+            flops = _multiplied(device, needs.manifest.inner.precision) * EFFICIENCY
             found.append(SpeedFacts(tokens_per_s=flops / per_token, measured=False))
-            found.append(SpeedFacts(tokens_per_s=_measured(manifest, stage, device, recompute)))
+            found.append(SpeedFacts(tokens_per_s=_measured(needs, device)))
         except (DilocoxError, RuntimeError, MemoryError, ValueError) as error:
             reason = (str(error) or type(error).__name__).splitlines()[0]
             found.append(SpeedFacts(fault=reason))
@@ -108,17 +96,16 @@ def _multiplied(device: torch.device, precision: str) -> float:
     return 2 * MATRIX**3 * count / (time.perf_counter() - began)
 
 
-def _measured(
-    manifest: Manifest, stage: int, device: torch.device, recompute: bool = False
-) -> float:
+def _measured(needs: StageNeeds, device: torch.device) -> float:
     """Tokens a second of the stage: microbatches, and the optimizer's step that ends them."""
+    manifest, stage = needs.manifest, needs.stage
     batch, last = manifest.batch, stage == manifest.stages - 1
     module = build_stage(manifest.model, stage, manifest.stages, manifest.seed, device)
     worker = StageWorker(
         module,
         InnerOptimizer(module.named_parameters(), manifest.inner),
         microbatches=1,
-        recompute=manifest.pipeline.recompute or recompute,
+        recompute=manifest.pipeline.recompute or needs.recompute,
         document_end=manifest.document_end,
     )
     shape = (batch.microbatch_size, batch.sequence_length)

@@ -53,7 +53,7 @@ from dilocox import __version__
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.files import sync, write_atomically
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.options import ExportOptions, GenerateOptions
+from dilocox.peer.options import AnchorOptions, ExportOptions, GenerateOptions
 from dilocox.peer.os_process import STOPPED, StopSignal
 from dilocox.peer.state_folder import StateFolder
 from dilocox.pipeline.partition import build_skeleton
@@ -71,14 +71,7 @@ def run_export_command(options: ExportOptions) -> int:
 
     with StopSignal():
         with visiting(options.invite, options.host) as joined:
-            places = export_run(
-                joined,
-                options.folder,
-                DTYPES[options.dtype],
-                timeout_s=options.timeout_s,
-                bootstraps=options.invite.bootstraps,
-                contributors=options.contributors,
-            )
+            places = export_run(joined, options.folder, options, contributors=options.contributors)
         rounds = shown_rounds([each.round for each in places])
         typer.echo(f"wrote {options.folder}: {rounds}, {places[0].chain_tokens:,} tokens")
         return 0
@@ -92,13 +85,7 @@ def run_generate_command(options: GenerateOptions) -> int:
     with StopSignal(), tempfile.TemporaryDirectory() as temporary:
         folder, tell = Path(temporary) / "model", partial(typer.echo, nl=False)
         with visiting(options.invite, options.host) as joined:
-            export_run(
-                joined,
-                folder,
-                DTYPES[options.dtype],
-                timeout_s=options.timeout_s,
-                bootstraps=options.invite.bootstraps,
-            )
+            export_run(joined, folder, options)
         tell(options.text)
         seed = random.getrandbits(32) if options.seed is None else options.seed
         temperature = options.temperature
@@ -111,7 +98,6 @@ def run_generate_command(options: GenerateOptions) -> int:
 
 
 def shown_rounds(rounds: Sequence[int]) -> str:
-    """The rounds of the anchors of all stages."""
     if len(set(rounds)) == 1:
         return f"round {rounds[0]}"
     *others, last = map(str, rounds)
@@ -119,17 +105,11 @@ def shown_rounds(rounds: Sequence[int]) -> str:
 
 
 def export_run(
-    joined: Joined,
-    folder: Path,
-    dtype: torch.dtype,
-    *,
-    timeout_s: float,
-    bootstraps: Sequence[str] = (),
-    contributors: bool = False,
+    joined: Joined, folder: Path, options: AnchorOptions, *, contributors: bool = False
 ) -> list[AnchorPlace]:
     """Write the newest anchors of a run as a Hugging Face folder; where they stand, by stage.
 
-    bootstraps: addresses of those who give the tokenizer where it is out of reach.
+    options: the bootstraps of their invite give the tokenizer where it is out of reach.
 
     Raises:
         InvalidInput: something else is at `folder`.
@@ -140,16 +120,15 @@ def export_run(
 
     manifest = joined.manifest
     with tempfile.TemporaryDirectory() as temporary:
-        tokenizer = reachable_tokenizer(joined, bootstraps, Path(temporary))
-        draft = CheckpointDraft(
-            folder, manifest.model, manifest.stages, tokenizer, joined.run, dtype
-        )
+        tokenizer = reachable_tokenizer(joined, options.invite.bootstraps, Path(temporary))
+        config, dtype = manifest.model, DTYPES[options.dtype]
+        draft = CheckpointDraft(folder, config, manifest.stages, tokenizer, joined.run, dtype)
     with draft as checkpoint:
         places = download_anchors(
             joined,
             lambda found: checkpoint.add(asdict(found.place), found.layout.view(found.anchor)),
             folder=checkpoint.draft,
-            timeout_s=timeout_s,
+            timeout_s=options.timeout_s,
             have=[AnchorPlace(**place) for place in checkpoint.stages.values()],
         )
         info = {
@@ -158,7 +137,7 @@ def export_run(
             "tokens": places[0].chain_tokens,
             "stages": [{"round": each.round, "digest": each.digest} for each in places],
         }
-        given = _tokens_by_peer(joined, timeout_s) if contributors else {}
+        given = _tokens_by_peer(joined, options.timeout_s) if contributors else {}
         checkpoint.finish(info, model_card(manifest, info, given))
         return places
 

@@ -122,7 +122,6 @@ def as_csv(chain: Sequence[ChainRound], history: Rows) -> str:
 
 
 def show(stages: Chains, console: Console, history: Rows | None = None) -> None:
-    """Print the rounds of all stages."""
     rows = history or {}
     for stage, rounds in sorted(stages.items()):
         tokens = f"{sum(each.tokens for each in rounds):,}"
@@ -319,18 +318,18 @@ def _verify_folder(folder: Path, options: VerifyOptions) -> bool:
     manifest = kept.manifest()
     sound = True
     for stage in _wanted(options.stage, sorted(kept.stages)):
-        found = _replayed(manifest, kept, stage)
+        found = _replayed(manifest, kept.run, stage, kept.stages[stage])
         for _ in range(LISTINGS):
             if found.gone:  # a running peer or bootstrap has moved records meanwhile
-                found = _replayed(manifest, kept_run(folder), stage)
+                found = _replayed(manifest, kept.run, stage, kept_run(folder).stages[stage])
         sound &= _told(stage, found, [])
     return sound
 
 
-def _replayed(manifest: Manifest, kept: KeptRun, stage: int) -> Replayed:
-    chain = kept.stages[stage]
-    _tell_replay(stage, chain)
-    return replay(manifest, kept.run, stage, chain.records, chain.states)
+def _replayed(manifest: Manifest, run: str, stage: int, chain: KeptChain) -> Replayed:
+    rounds = counted(len(chain.records), "round")
+    typer.echo(f"stage {stage}: replaying {rounds} ...", err=True)
+    return replay(manifest, run, stage, chain.records, chain.states)
 
 
 def _verify_swarm(invite: Invite, options: VerifyOptions) -> bool:
@@ -342,15 +341,9 @@ def _verify_swarm(invite: Invite, options: VerifyOptions) -> bool:
                 typer.echo(f"stage {stage}: fetching its rounds ...", err=True)
                 downloaded = partial(download_chain, folder=Path(folder))
                 chain, flaws = asyncio.run(_claimed(place, stage, deadline, downloaded))
-                _tell_replay(stage, chain)
-                found = replay(place.manifest, place.run, stage, chain.records, chain.states)
+                found = _replayed(place.manifest, place.run, stage, chain)
                 sound &= _told(stage, found, flaws)
     return sound
-
-
-def _tell_replay(stage: int, chain: KeptChain) -> None:
-    rounds = counted(len(chain.records), "round")
-    typer.echo(f"stage {stage}: replaying {rounds} ...", err=True)
 
 
 def _told(stage: int, found: Replayed, flaws: Sequence[str]) -> bool:

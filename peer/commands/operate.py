@@ -212,7 +212,6 @@ def _confirm(what: str, *, yes: bool) -> None:
 
 
 def revise(options: ReviseOptions) -> int:
-    """`revise`; the exit code."""
     operator = Operator.of(options)
     wanted = checked_manifest(options.manifest)
     following = revised(operator.manifest, wanted)
@@ -241,7 +240,6 @@ def _check_end(operator: Operator, following: Manifest) -> None:
 
 
 def roll_back(options: RollbackOptions) -> int:
-    """`rollback`; the exit code."""
     from dilocox.peer.chain.rollback import prepare_rollback  # torch, which the others need not
 
     operator, number = Operator.of(options), options.round_number
@@ -260,7 +258,6 @@ def roll_back(options: RollbackOptions) -> int:
 
 
 def admit(options: AdmitOptions) -> int:
-    """`admit`; the exit code."""
     operator, today = Operator.of(options), int(time.time()) // DAY_S
     until = today + options.days + 1  # the day has begun
     following = admitting(operator.manifest, dict.fromkeys(options.peers, until), today)
@@ -276,7 +273,6 @@ def admit(options: AdmitOptions) -> int:
 
 
 def revoke(options: RevokeOptions) -> int:
-    """`revoke`; the exit code."""
     operator = Operator.of(options)
     number = operator.publish(revoking(operator.manifest, options.peers))
     for peer in options.peers:
@@ -285,7 +281,6 @@ def revoke(options: RevokeOptions) -> int:
 
 
 def show_admitted(options: AdmittedOptions) -> int:
-    """`admitted`; the exit code."""
     manifest = Operator.of(options).manifest
     for peer, day in manifest.operation.admitted:
         typer.echo(f"{peer} until {_date(day)}")
@@ -294,7 +289,6 @@ def show_admitted(options: AdmittedOptions) -> int:
 
 
 def rotate(options: RotateOptions) -> int:
-    """`rotate`; the exit code."""
     operator, place = Operator.of(options), options.new_key or StateFolder(options.state).operator
     draft = place.with_name(f"{place.name}.new")
     draft.unlink(missing_ok=True)

@@ -94,12 +94,6 @@ def _of_run(options: PlanOptions, invite: Invite) -> tuple[Manifest, Machines, d
         median(each.tokens_per_s / (each.computing_share or 1.0) for each in hosts[stage])
         for stage in range(manifest.stages)
     )
-    rates_of_link = {}
-    if link is not None:
-        rates_of_link = {
-            "mbit": link.down_bytes_per_s / MBIT,
-            "up_mbit": link.up_bytes_per_s / MBIT,
-        }
     steps = round(median(each.inner_steps for each in hosts[0]))
     known: dict[str, float] = {
         "peers": peers,
@@ -107,9 +101,11 @@ def _of_run(options: PlanOptions, invite: Invite) -> tuple[Manifest, Machines, d
         "tokens_per_s": sum(each.tokens_per_s for each in hosts[0]),
         "computing": median(each.computing_share or 0.0 for each in hosts[0]),
     }
-    machines = _told(options, peers=peers, tokens_per_s=rates, **rates_of_link)
+    told: dict[str, Any] = {"peers": peers, "tokens_per_s": rates}
+    if link is not None:
+        told |= {"mbit": link.down_bytes_per_s / MBIT, "up_mbit": link.up_bytes_per_s / MBIT}
     rounds = replace(manifest.rounds, inner_steps=steps)
-    return replace(manifest, rounds=rounds), machines, known
+    return replace(manifest, rounds=rounds), _told(options, **told), known
 
 
 def _changes(found: RunPlan) -> dict[str, RunPlan]:
@@ -119,9 +115,7 @@ def _changes(found: RunPlan) -> dict[str, RunPlan]:
     more = {"one more peer": replace(machines, peers=peers + 1)}
     if stages > 1:  # which may be a spare
         more["one more replica"] = replace(machines, peers=peers + stages)
-    more |= {
-        "twice the uplink": replace(machines, up_bytes_s=2 * machines.up_bytes_s),
-    }
+    more["twice the uplink"] = replace(machines, up_bytes_s=2 * machines.up_bytes_s)
     return {name: RunPlan(found.manifest, each, memory=False) for name, each in more.items()}
 
 
@@ -189,7 +183,9 @@ def _show(found: RunPlan, changes: dict[str, RunPlan], measured: dict[str, float
             + (f"low rank up to {found.hidden_rank}" if found.hidden_rank else "no rank"),
         ),
     ]
-    lines += [(name, _gain(ours, each.ours)) for name, each in changes.items()]
+    for name, each in changes.items():
+        gain = each.ours.tokens_per_s / ours.tokens_per_s - 1
+        lines.append((name, f"{gain:+.1%} tokens/s"))
     if measured is not None:
         speed = measured["tokens_per_s"]
         lines.append(("measured", f"{speed:,.0f} tokens/s of {measured['peers']:.0f} peers"))
@@ -244,7 +240,3 @@ def _table(heads: Sequence[str], *, right: bool = True) -> Table:
 
 def _days(found: RunPlan) -> str:
     return f"{found.days:,.1f} days" if found.days >= 1 else f"{found.days * 24:.1f} hours"
-
-
-def _gain(before: Way, after: Way) -> str:
-    return f"{after.tokens_per_s / before.tokens_per_s - 1:+.1%} tokens/s"

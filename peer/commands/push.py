@@ -26,7 +26,7 @@ from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.join import Joined, visiting
 from dilocox.dht.manifest_revisions import ManifestWatch
 from dilocox.peer.chain.visitor_download import counted_claims
-from dilocox.peer.commands.export import DTYPES, export_run, shown_rounds
+from dilocox.peer.commands.export import export_run, shown_rounds
 from dilocox.peer.options import PushOptions
 from dilocox.peer.os_process import STOPPED, StopSignal
 
@@ -66,14 +66,7 @@ def run_push_command(options: PushOptions) -> int:
 
 def _push(joined: Joined, repository: Repository, options: PushOptions) -> int:
     """Push the newest anchors once; their round, the lowest of all stages."""
-    places = export_run(
-        joined,
-        options.folder,
-        DTYPES[options.dtype],
-        timeout_s=options.timeout_s,
-        bootstraps=options.invite.bootstraps,
-        contributors=options.contributors,
-    )
+    places = export_run(joined, options.folder, options, contributors=options.contributors)
     rounds = shown_rounds([each.round for each in places])
     commit = repository.push(options.folder, f"{rounds}, {places[0].chain_tokens:,} tokens")
     typer.echo(f"pushed {rounds}, {places[0].chain_tokens:,} tokens: {commit}")

@@ -104,10 +104,15 @@ def check_room(needed: int, limit_bytes: float | None) -> None:
 
 # ---- what is asked -------------------------------------------------------------------------------
 class Refused(Exception):
-    """A request that gets an error, in OpenAI's form."""
+    """A request that gets an error, in OpenAI's form: a bad one, if no status says otherwise."""
 
     def __init__(
-        self, status: int, message: str, *, field: str | None = None, code: str | None = None
+        self,
+        message: str,
+        status: int = HTTPStatus.BAD_REQUEST,
+        *,
+        field: str | None = None,
+        code: str | None = None,
     ):
         super().__init__(message)
         kind = "invalid_request_error" if status < 500 else "server_error"
@@ -174,11 +179,11 @@ def read_request(kind: type[AskedText | AskedChat], body: bytes) -> AskedText | 
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         field = ".".join(str(word) for word in first["loc"][:1])
-        raise _bad(field or None, f"{field or 'the request'}: {first['msg']}") from error
+        raise Refused(f"{field or 'the request'}: {first['msg']}", field=field or None) from error
     for field, value in (asked.model_extra or {}).items():
         neutral = not value or (field, value) in (("best_of", 1), ("response_format", _TEXT))
         if not neutral and field not in HARMLESS:
-            raise _bad(field[:60], f"{field[:60]} is not supported here: leave it out")
+            raise Refused(f"{field[:60]} is not supported here: leave it out", field=field[:60])
     return asked
 
 
@@ -207,15 +212,11 @@ def prompt_of(asked: AskedText | AskedChat, model: TextModel) -> tuple[Tensor, l
     try:
         return model.encode(form(told), split=False), stops
     except Exception as error:  # a template says so where roles are not in its order
-        raise _bad("messages", f"messages: the model's chat template says {error}") from error
-
-
-def _bad(field: str | None, message: str, code: str | None = None) -> Refused:
-    return Refused(HTTPStatus.BAD_REQUEST, message, field=field, code=code)
+        message = f"messages: the model's chat template says {error}"
+        raise Refused(message, field="messages") from error
 
 
 def json_page(value: Any, status: int = HTTPStatus.OK) -> Page:
-    """An answer of the API."""
     again = {"Retry-After": "10"} if status == HTTPStatus.TOO_MANY_REQUESTS else {}
     body = json.dumps(value).encode()
     return Page(body=body, content_type="application/json", status=status, headers=again)
@@ -305,7 +306,7 @@ class ChatService:
             for lock, wait_s in ((self._places, 0.0), (self._turn, self._wait_s)):
                 if not lock.acquire(timeout=wait_s):
                     message = "others are answered first: ask again soon"
-                    raise Refused(HTTPStatus.TOO_MANY_REQUESTS, message)
+                    raise Refused(message, HTTPStatus.TOO_MANY_REQUESTS)
                 held.callback(lock.release)
             yield self.loaded
 
@@ -335,17 +336,17 @@ class ChatRequest(PageRequest):
                 return super().answer(path)
             if path not in KINDS:
                 there = ", ".join(["/", "/v1/models", *KINDS])
-                raise Refused(HTTPStatus.NOT_FOUND, f"nothing is there; there is {there}")
+                raise Refused(f"nothing is there; there is {there}", HTTPStatus.NOT_FOUND)
             if self.command != "POST":
-                raise Refused(HTTPStatus.METHOD_NOT_ALLOWED, f"{path} takes POST")
+                raise Refused(f"{path} takes POST", HTTPStatus.METHOD_NOT_ALLOWED)
             # what is no JSON a browser sends for another site without asking first
             if self.headers.get_content_type() != "application/json":
                 message = "send JSON, with Content-Type: application/json"
-                raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message)
+                raise Refused(message, HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
             asked = read_request(KINDS[path], body)
             if asked.model not in (None, self._service.name):
                 message = f"there is no model {asked.model!r}, there is {self._service.name!r}"
-                raise Refused(404, message, field="model", code="model_not_found")
+                raise Refused(message, 404, field="model", code="model_not_found")
             return self._written(asked)
         except Refused as refused:
             return refused.page
@@ -353,7 +354,7 @@ class ChatRequest(PageRequest):
             raise
         except Exception:  # the edge of this thread
             logger.exception("a text could not be written")
-            page = Refused(HTTPStatus.INTERNAL_SERVER_ERROR, "an error, see the log").page
+            page = Refused("an error, see the log", HTTPStatus.INTERNAL_SERVER_ERROR).page
             if not self._streams:
                 return page
             self._send_event(page.body.decode())
@@ -362,15 +363,15 @@ class ChatRequest(PageRequest):
     def _check_host(self) -> None:
         address = str(cast(PageServer, self.server).server_address[0])
         if is_loopback(address) and not asks_this_machine(cast("Mapping[str, str]", self.headers)):
-            raise Refused(HTTPStatus.FORBIDDEN, "ask for localhost or 127.0.0.1, not another name")
+            raise Refused("ask for localhost or 127.0.0.1, not another name", HTTPStatus.FORBIDDEN)
 
     def _body(self) -> bytes:
         told = self.headers.get("Content-Length", "")
         if not re.fullmatch("[0-9]{1,9}", told):
-            raise Refused(HTTPStatus.LENGTH_REQUIRED, "the Content-Length is missing")
+            raise Refused("the Content-Length is missing", HTTPStatus.LENGTH_REQUIRED)
         if (length := int(told)) > MAX_BODY_BYTES:
             message = f"a request has at most {MAX_BODY_BYTES:,} bytes"
-            raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
+            raise Refused(message, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
         if len(body := self.rfile.read(length)) < length:
             raise ClientGone
         limit_s = WAIT_LIMIT_S + self._service.write_s + STALL_LIMIT_S
@@ -406,7 +407,7 @@ class ChatRequest(PageRequest):
             if length >= most:
                 field = "messages" if chat else "prompt"
                 message = f"{field}: {length} tokens; the model takes {most} with its answer"
-                raise _bad(field, message, "context_length_exceeded")
+                raise Refused(message, field=field, code="context_length_exceeded")
             wanted = asked.max_completion_tokens or asked.max_tokens or DEFAULT_TOKENS
             wanted = min(most - length, wanted)
 
@@ -490,13 +491,7 @@ def serve(service: ChatService, host: str, port: int) -> PageServer:
 
 def load(options: ServeOptions, joined: Joined, folder: Path) -> Loaded:
     """Download the newest anchors and load them; raises as `export_run`."""
-    places = export_run(
-        joined,
-        folder,
-        DTYPES[options.dtype],
-        timeout_s=options.timeout_s,
-        bootstraps=options.invite.bootstraps,
-    )
+    places = export_run(joined, folder, options)
     logger.info("loaded %s", shown_rounds([place.round for place in places]))
     newest = min(place.round for place in places)
     return Loaded(model=TextModel(folder), round=newest, tokens=places[0].chain_tokens)

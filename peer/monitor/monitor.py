@@ -259,9 +259,8 @@ class Monitor:
         self._follow(look)
         health = health_of(look, self._history)
         for tracker in self._trackers:
-            aside, ended = self._history.set_aside, health.state == "ended"
             try:
-                tracker.take(self._history.curve, told, set_aside=aside, ended=ended)
+                tracker.take(self._history, told, ended=health.state == "ended")
             except (EnvironmentFault, OSError) as error:  # the page goes on without it
                 logger.warning("%s: rounds are not written now: %s", tracker.option, error)
         if (unreadable := self._watch.unreadable) is not None:  # it judges by older rules

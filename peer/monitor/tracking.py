@@ -25,7 +25,7 @@ from typing import Any
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.files import make_folder, write_atomically
 from dilocox.peer.chain.round_history import FIRST, HistoryRow
-from dilocox.peer.monitor.history import WHOLE, Curve, Point
+from dilocox.peer.monitor.history import WHOLE, Point, SwarmHistory
 
 NOTE = "tracked.json"
 SETTLED = 3  # rounds after which no more is expected to be known of one
@@ -156,20 +156,14 @@ class Tracker:
         self._asked = False  # bootstraps, for the rounds before those that were seen
 
     def take(
-        self,
-        curve: Curve,
-        told: Sequence[HistoryRow] | None,
-        *,
-        set_aside: tuple[int, int] = (0, 0),
-        ended: bool = False,
+        self, history: SwarmHistory, told: Sequence[HistoryRow] | None, *, ended: bool = False
     ) -> None:
         """Write what is settled, once bootstraps were asked. Raises EnvironmentFault.
 
-        told: what they have just answered, None while they have not. set_aside: the first number of
-        the rounds that the last rollback set aside, and the one after the last. ended: the run has.
+        told: what they have just answered, None while they have not. ended: the run has.
         """
         self._asked |= told is not None
-        first, after = set_aside
+        curve, (first, after) = history.curve, history.set_aside
         if after > self._purged:
             self._open = {number: each for number, each in self._open.items() if number < first}
             self._writer.purge(first)

@@ -132,13 +132,13 @@ def _manifest(model: str, stages: int = 2) -> Manifest:
 def test_a_stage_is_measured_on_the_device_that_is_named() -> None:
     threads = torch.get_num_threads()
     assert look_at_device("cpu", threads).threads == threads
-    speed = measure_speed("cpu", _manifest("tiny"), 1, 500_000, limit_s=60.0)
+    speed = measure_speed("cpu", StageNeeds(_manifest("tiny"), 1), limit_s=60.0)
     assert speed.measured and not speed.fault and 10 < speed.tokens_per_s < 10_000_000
 
 
 def test_a_stage_that_takes_too_long_is_given_up_in_time() -> None:
     began = time.monotonic()
-    assert measure_speed("cpu", _manifest("tiny"), 0, 500_000, limit_s=0.05).fault
+    assert measure_speed("cpu", StageNeeds(_manifest("tiny"), 0), limit_s=0.05).fault
     assert time.monotonic() - began < 2.0
     # a doctor ends without waiting for it; an interpreter that goes away under it aborts
     [measuring] = [each for each in threading.enumerate() if each.name == "doctor-bench"]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from dilocox.dht import join
 from dilocox.dht.invite import Invite
@@ -29,12 +28,9 @@ def texts(monkeypatch: pytest.MonkeyPatch) -> Texts:
     def joined(*_: Any, **__: Any) -> Generator[str]:
         yield "the run"
 
-    def write(
-        joined: str, folder: Path, dtype: torch.dtype, *, timeout_s: float, bootstraps: list[str]
-    ) -> None:
-        assert bootstraps  # who may have the tokenizer
+    def write(joined: str, folder: Path, options: GenerateOptions) -> None:
         folder.mkdir()
-        (folder / "weights").write_text(f"{dtype} for {timeout_s} s of {joined}")
+        (folder / "weights").write_text(f"{options.dtype} for {options.timeout_s} s of {joined}")
 
     def go_on(folder: Path, *given: Any, **named: Any) -> str:
         told.append(((folder, (folder / "weights").read_text(), *given), named))
@@ -59,7 +55,7 @@ def test_the_text_is_continued_with_the_newest_anchors_and_nothing_is_left_of_th
     assert run(seed=5) == 0
     assert capsys.readouterr().out == "once the end\n"
     (((folder, *given), named),) = texts
-    assert given == ["torch.float32 for 5.0 s of the run", "once", None, 5]
+    assert given == ["fp32 for 5.0 s of the run", "once", None, 5]
     assert named["temperature"] == 0.5
     assert not folder.exists()
 

@@ -34,6 +34,21 @@ def maker(identities: list[Identity], tmp_path: Path) -> ChainMaker:
     return made
 
 
+def round_of(number: int, sha: str = SHA) -> ChainRound:
+    return ChainRound(
+        round=number,
+        tokens=4096,
+        members=2,
+        ranks=None,
+        next_inner_steps=20,
+        record_bytes=12345,
+        digest=sha,
+        previous=SHA,
+        chain_tokens=5000,
+        contributors=(),
+    )
+
+
 def run(*arguments: object) -> tuple[int, list[str]]:
     """The exit code and the lines; an error is one line, as the command line prints it."""
     result = CliRunner().invoke(cli.app, [str(each) for each in arguments])
@@ -74,18 +89,7 @@ def test_the_same_as_json_in_a_file_or_on_the_terminal(maker: ChainMaker, tmp_pa
 
 def test_a_terminal_gets_a_table() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
-    made = ChainRound(
-        round=3,
-        tokens=4096,
-        members=2,
-        ranks=None,
-        next_inner_steps=20,
-        record_bytes=12345,
-        digest=SHA,
-        previous=SHA,
-        chain_tokens=5000,
-        contributors=(("QmA", 4000), ("QmB", 96)),
-    )
+    made = replace(round_of(3), contributors=(("QmA", 4000), ("QmB", 96)))
     show({0: [made], 1: []}, console)
     text = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
     for word in ("stage 0", "stage 1", "4,096", "12,345", SHA[:12], "1 round"):
@@ -240,10 +244,15 @@ def test_a_folder_without_its_manifest_says_what_to_do(maker: ChainMaker) -> Non
 
 
 # ---- the bootstrap's folder ----------------------------------------------------------------------
-def test_an_archive_is_read_across_its_generations(maker: ChainMaker, tmp_path: Path) -> None:
+def archive_of(maker: ChainMaker, tmp_path: Path) -> tuple[Path, Path]:
+    """The bootstrap's folder of the run, and in it that of stage 0."""
     kept = tmp_path / "bootstrap" / f"{RUN}-archive-{maker.manifest.digest[:16]}"
-    stage = kept / "stage0"
-    (stage / "older").parent.mkdir(parents=True)
+    (kept / "stage0").mkdir(parents=True)
+    return kept, kept / "stage0"
+
+
+def test_an_archive_is_read_across_its_generations(maker: ChainMaker, tmp_path: Path) -> None:
+    kept, stage = archive_of(maker, tmp_path)
     maker.snapshot(stage / "00000004" / "state")
     maker.train(3, 4)
     maker.snapshot(stage / "00000005" / "state")
@@ -265,9 +274,7 @@ def test_an_archive_is_read_across_its_generations(maker: ChainMaker, tmp_path: 
 def test_records_that_a_running_bootstrap_moves_meanwhile_are_found_again(
     maker: ChainMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = tmp_path / "bootstrap" / f"{RUN}-archive-{maker.manifest.digest[:16]}"
-    stage = kept / "stage0"
-    (stage / "older").parent.mkdir(parents=True)
+    kept, stage = archive_of(maker, tmp_path)
     maker.snapshot(stage / "00000002" / "state")
     spread(maker, stage, {"older": [0], "00000002/log": [2]})
     keep_manifest(kept, maker.manifest)
@@ -309,21 +316,6 @@ def test_what_two_generations_disagree_on_is_the_older_ones(
 # ---- time and losses -----------------------------------------------------------------------------
 AT = 1_763_640_000.0
 TOLD = HistoryRow(3, 0, SHA[:16], AT, 5000, 2.5, 2.25, 100.0, 4, 2, 12345, 1)
-
-
-def round_of(number: int, sha: str = SHA) -> ChainRound:
-    return ChainRound(
-        round=number,
-        tokens=4096,
-        members=2,
-        ranks=None,
-        next_inner_steps=20,
-        record_bytes=12345,
-        digest=sha,
-        previous=SHA,
-        chain_tokens=5000,
-        contributors=(),
-    )
 
 
 def test_time_and_losses_stand_beside_the_rounds_of_which_they_are_known() -> None:

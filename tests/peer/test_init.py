@@ -18,6 +18,7 @@ from dilocox.dht.manifest import Manifest, preset_names
 from dilocox.peer.commands.init import machines_of, run_init_command, token_count
 from dilocox.peer.commands.operate import checked_manifest
 from dilocox.peer.options import InitOptions
+from dilocox.peer.process import sizes
 from tests.peer.commands import error_line, run_here, write_manifest
 
 
@@ -26,6 +27,12 @@ def written(folder: Path, **given: Any) -> Manifest:
     file = folder / "run.yaml"
     assert run_init_command(InitOptions(file=file, yes=True, **given)) == 0
     return Manifest.load(file)
+
+
+@pytest.fixture
+def unsized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the table of sizes: a second for a small model, a minute for the largest."""
+    monkeypatch.setattr(sizes, "print_sizes", lambda _: None)
 
 
 def everything_in(folder: Path) -> set[str]:
@@ -128,9 +135,8 @@ def test_what_follows_from_the_answers(tmp_path: Path) -> None:
     assert manifest.deadlines.exchange_s > 30 and manifest.deadlines.exchange_s % 1 == 0
 
 
-def test_a_model_is_cut_into_as_few_stages_as_fit_the_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("unsized")
+def test_a_model_is_cut_into_as_few_stages_as_fit_the_memory(tmp_path: Path) -> None:
     roomy = written(tmp_path, model="small", machines="4x8GB@20", tokens="1e8")
     assert roomy.stages == 1
     tight = tmp_path / "tight"
@@ -143,13 +149,9 @@ def test_a_model_is_cut_into_as_few_stages_as_fit_the_memory(
         run_init_command(other)
 
 
+@pytest.mark.usefixtures("unsized")
 @pytest.mark.parametrize("name", preset_names())
-def test_the_text_says_the_same_as_the_plan(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from dilocox.peer.process import sizes
-
-    monkeypatch.setattr(sizes, "print_sizes", lambda _: None)  # it takes a minute for the largest
+def test_the_text_says_the_same_as_the_plan(name: str, tmp_path: Path) -> None:
     manifest = written(tmp_path, model=name, stages=2, name="1e5", tokens="30B")
     preset = Manifest.from_dict(
         {"name": "1e5", "model": name, "stages": 2, "end_tokens": 3 * 10**10}
@@ -161,6 +163,7 @@ def test_the_text_says_the_same_as_the_plan(
     assert manifest.inner.warmup_tokens == (preset.inner.warmup_tokens or 3 * 10**8)
 
 
+@pytest.mark.usefixtures("unsized")
 def test_data_are_found_here_or_on_the_hub_or_refused(tmp_path: Path) -> None:
     texts = tmp_path / "texts: a [few]"
     texts.mkdir()

@@ -78,7 +78,7 @@ class ToldSwarm:
             verify=lambda _: self.manifest,
         )
 
-    def export(self, joined: Any, folder: Path, dtype: torch.dtype, **_: Any) -> list[AnchorPlace]:
+    def export(self, joined: Any, folder: Path, *_: Any, **__: Any) -> list[AnchorPlace]:
         """What `export_run` would write of the newest round."""
         number = self.rounds[0]
         self.exported.append(number)
@@ -87,7 +87,7 @@ class ToldSwarm:
             AnchorPlace(stage=stage, round=number, digest="ab" * 32, chain_tokens=100 * number)
             for stage in range(2)
         ]
-        with CheckpointDraft(folder, model, 2, "byt5", RUN, dtype) as draft:
+        with CheckpointDraft(folder, model, 2, "byt5", RUN) as draft:
             for stage in range(2):
                 draft.add({"stage": stage}, stage_tensors(model, 2, stage, seed=number))
             info = {"run": RUN, "tokens": 100 * number, "stages": [{"round": number}] * 2}

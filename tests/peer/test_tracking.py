@@ -15,13 +15,17 @@ import pytest
 from dilocox.dht.errors import InvalidInput
 from dilocox.peer.chain.round_history import HistoryRow
 from dilocox.peer.monitor import tracking
-from dilocox.peer.monitor.history import Curve, Point
+from dilocox.peer.monitor.history import Point, SwarmHistory
 from dilocox.peer.monitor.tracking import SETTLED, TensorBoard, Tracker, Wandb
 from tests.peer.fabricated import RUN
 
 
 def row(number: int) -> HistoryRow:
     return HistoryRow(number, 0, "", 10.0 * number, 100 * (number + 1), 3.0, 2.0, 10.0, 4)
+
+
+def begun() -> SwarmHistory:
+    return SwarmHistory.begun(1, "root", 0.0)
 
 
 def board(folder: Path) -> Tracker:
@@ -48,33 +52,34 @@ def _installed(request: pytest.FixtureRequest) -> None:
 
 
 def test_each_round_is_written_once_also_after_a_restart(tmp_path: Path) -> None:
-    curve, tracker = Curve(), board(tmp_path)
-    curve.see(Point(6, 700, validation=2.0))
-    tracker.take(curve, None)
+    history, tracker = begun(), board(tmp_path)
+    history.curve.see(Point(6, 700, validation=2.0))
+    tracker.take(history, None)
     assert not (tmp_path / "tracked.json").exists()  # bootstraps are asked for those before
     rows = [row(number) for number in range(7)]
-    curve.take(rows)
-    tracker.take(curve, rows)
-    tracker.take(curve, [])
+    history.curve.take(rows)
+    tracker.take(history, rows)
+    tracker.take(history, [])
     tracker.close()
     assert written(tmp_path) == Counter(range(7 - SETTLED))
 
     again = board(tmp_path)
     rows = [row(number) for number in range(10)]
-    curve.take(rows)
-    again.take(curve, rows)
-    again.take(curve, rows, ended=True)
+    history.curve.take(rows)
+    again.take(history, rows)
+    again.take(history, rows, ended=True)
     again.close()
     assert written(tmp_path) == Counter(range(10)) == written(tmp_path, "tokens/total")
 
 
 def test_rounds_that_were_set_aside_are_purged(tmp_path: Path) -> None:
-    curve, tracker = Curve(), board(tmp_path)
-    curve.take(row(number) for number in range(10))
-    tracker.take(curve, [])
-    curve.go_back(3)
-    curve.take([row(10), row(11), row(12), row(13)])
-    tracker.take(curve, [], set_aside=(4, 10))
+    history, tracker = begun(), board(tmp_path)
+    history.curve.take(row(number) for number in range(10))
+    tracker.take(history, [])
+    history.curve.go_back(3)
+    history.curve.take([row(10), row(11), row(12), row(13)])
+    history.set_aside = (4, 10)
+    tracker.take(history, [])
     tracker.close()
     assert written(tmp_path) == Counter([0, 1, 2, 3, 10])
 
@@ -109,12 +114,12 @@ def test_a_missing_wandb_is_one_line_with_the_command(
 
 def test_wandbs_offline_files_have_each_round_once_also_after_a_restart(tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="wandb is an extra that is not installed")
-    curve = Curve()
+    history = begun()
     for count in (7, 10):
         tracker = Tracker(tmp_path, RUN, Wandb(tmp_path, RUN))
         rows = [row(number) for number in range(count)]
-        curve.take(rows)
-        tracker.take(curve, rows)
+        history.curve.take(rows)
+        tracker.take(history, rows)
         tracker.close()
     files = sorted(tmp_path.glob(f"wandb/offline-run-*-{RUN}/run-{RUN}.wandb"))
     told = [each for file in files for each in wandb_history(file)]

@@ -383,7 +383,7 @@ class MonitorOptions:
     track_wandb: Annotated[
         Path | None,
         "The same as offline runs of wandb, for `wandb sync`; needs `pip install "
-        "'dilocox\\[wandb]'`.",
+        "'dilocox\\[tracking]'`.",
     ] = None
     port: Port = 9470
     host: Host = "127.0.0.1"

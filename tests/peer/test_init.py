@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import socket
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import Manifest, preset_names
@@ -53,6 +55,36 @@ def test_the_defaults_make_a_file_that_the_check_passes(
     lines = (tmp_path / "run.yaml").read_text().splitlines()
     fields = [line for line in lines if ": " in line.partition("#")[0]]
     assert len(fields) > 12 and sum("#" in line for line in fields) > 9, "a word on each choice"
+
+
+def test_the_sizes_of_a_large_run_are_whole_at_80_columns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from dilocox.peer.process import sizes
+
+    stages, told = 24, io.StringIO()
+    layers = {"model_type": "llama", "vocab_size": 384, "num_hidden_layers": stages}
+    large = ["12 of 24", "1037.0", "123.4", "123.4 + 45.6", "1234.5", "1010.25", "10.90 / 40.10"]
+    monkeypatch.setattr(sizes, "row", lambda *_: large)
+    monkeypatch.setattr(sizes, "wide_console", lambda: Console(width=80, file=told))
+    facts = {"name": "x" * 64, "model": layers, "stages": stages, "end_tokens": 10**7}
+    sizes.print_sizes(Manifest.from_dict(facts))
+    lines = told.getvalue().splitlines()
+    assert [line for line in lines if all(cell in line for cell in large)] == lines[-3:]
+    assert "…" not in told.getvalue() and max(map(len, lines)) <= 80
+
+
+def test_the_name_of_a_volunteer_is_not_that_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DILOCOX_NAME", "Ada's laptop")
+    assert run_here(monkeypatch, "init", "--yes", "--model", "tiny") == 0
+    assert Manifest.load(tmp_path / "run.yaml").name == "my-run"
+    (tmp_path / "run.yaml").unlink()
+    monkeypatch.setenv("DILOCOX_RUN_NAME", "tales")
+    assert run_here(monkeypatch, "init", "--yes", "--model", "tiny") == 0
+    assert Manifest.load(tmp_path / "run.yaml").name == "tales"
 
 
 def test_a_file_that_is_there_is_never_overwritten(tmp_path: Path) -> None:

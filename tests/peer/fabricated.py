@@ -125,8 +125,8 @@ def walk_of(rounds: Sequence[ChainRound], *, connected: bool = True, stage: int 
 class ToldSwarm:
     """Replicas 0 to n-1, each with a peer of every stage, and spares; `look` tells them."""
 
-    def __init__(self, *, stages: int = 3, replicas: int = 2, spares: int = 1):
-        self.manifest = manifest_of(stages)
+    def __init__(self, *, stages: int = 3, replicas: int = 2, spares: int = 1, **sections: Any):
+        self.manifest = manifest_of(stages, **sections)
         self.at = NOW
         self.stages: dict[int, dict[str, StageRecord]] = {n: {} for n in range(stages)}
         self.replicas: dict[str, ReplicaRecord] = {}
@@ -141,7 +141,8 @@ class ToldSwarm:
             self.replicas[members[0]] = replica_record(members)
         for stage in range(stages):
             for number in range(spares):
-                self.stages[stage][peer_id(100 * stage + 50 + number)] = stage_record(state="spare")
+                spare = peer_id(100 * stage + max(50, replicas) + number)
+                self.stages[stage][spare] = stage_record(state="spare")
 
     def peer(self, stage: int, replica: int) -> str:
         return peer_id(100 * stage + replica)
@@ -170,10 +171,12 @@ class ToldSwarm:
         branch: str = "",
         before: int | None = None,
         sits_out: Sequence[str] = (),
+        **facts: Any,
     ) -> None:
         """A round of every stage, by all peers that train there.
 
         branch: other bytes of the same number. before: the round that it follows, and of branch "".
+        facts: what else its records say.
         """
         self.at += after_s
         for stage, peers in self.stages.items():
@@ -189,6 +192,7 @@ class ToldSwarm:
                 chain_tokens=chain.chain_tokens + tokens * len(members),
                 sits_out=sits_out,
             )
+            made = replace(made, **facts)
             self.history.walked(walk_of([made], stage=stage), self.at)
             claim = claim_record(number, made.digest, made.chain_tokens)
             self.claims[stage] = dict.fromkeys(peers, claim)

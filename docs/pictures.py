@@ -3,31 +3,24 @@
     python docs/pictures.py [--folder FOLDER]
 
 Each state at 1280 and 390 pixels, light and dark, as a browser draws it. It needs Chromium. Whoever
-changes the page runs it and looks at what it has drawn; a test compares `drawn_from` with DRAWN.
+changes the page runs it and looks at what it has drawn; a test fails until then.
 docs/showcase.png is not of these: it is the page of a real run (benchmarks/showcase.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from dilocox.peer.http_pages import Page, PageServer
 from dilocox.peer.monitor.monitor import MonitorPages
-from tests.peer.told_pages import STATES
+from tests.peer.told_pages import DRAWN, PICTURES, STATES, WIDTHS, drawn_from
 from tests.swarm.browser import DARK, chromium, cropped, screenshot
-
-PICTURES = ROOT / "docs" / "pictures"
-DRAWN = "drawn-from.sha256"  # beside the pictures
-MADE_OF = ("docs/pictures.py", "peer/monitor/page", "tests/peer/told_pages.py")
-WIDTHS = {1280: 3200, 390: 7000}  # and how high a page may be
 
 
 def main() -> None:
@@ -41,13 +34,6 @@ def main() -> None:
     for state, told in STATES.items():
         draw(state, told(), folder)
     (folder / DRAWN).write_text(drawn_from() + "\n")
-
-
-def drawn_from() -> str:
-    """The sha256 of all files that the pictures show, and of this one."""
-    found = [file for name in MADE_OF for file in [ROOT / name, *sorted((ROOT / name).glob("*"))]]
-    made = b"".join(file.read_bytes() for file in found if file.is_file())
-    return hashlib.sha256(made).hexdigest()
 
 
 def draw(state: str, status: dict[str, Any], folder: Path) -> None:
@@ -67,7 +53,7 @@ def draw(state: str, status: dict[str, Any], folder: Path) -> None:
                 if said:
                     raise SystemExit(f"{state} at {width}: {said}")
                 file = folder / f"{state}-{width}-{name}.webp"
-                cropped(shot).save(file, lossless=True, quality=100, method=6)
+                cropped(shot).save(file, lossless=True, quality=100)
                 sys.stdout.write(f"{file}: {file.stat().st_size / 1e3:.0f} kB\n")
 
 

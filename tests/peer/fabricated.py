@@ -165,7 +165,7 @@ class ToldSwarm:
     def commit(
         self,
         number: int,
-        tokens: int = 1000,
+        tokens: int | Mapping[str, int] = 1000,
         after_s: float = 5.0,
         *,
         branch: str = "",
@@ -175,12 +175,14 @@ class ToldSwarm:
     ) -> None:
         """A round of every stage, by all peers that train there.
 
-        branch: other bytes of the same number. before: the round that it follows, and of branch "".
+        tokens: of each peer, or by peer. branch: other bytes of the same number. before: the round that it follows, and of branch "".
         facts: what else its records say.
         """
         self.at += after_s
         for stage, peers in self.stages.items():
-            members = {peer: tokens for peer, told in peers.items() if told.state == "training"}
+            training = [peer for peer, told in peers.items() if told.state == "training"]
+            each = dict.fromkeys(training, tokens) if isinstance(tokens, int) else tokens
+            members = {peer: each[peer] for peer in training}
             chain = self.history.stages[stage]
             made = chain_round(
                 stage,
@@ -189,7 +191,7 @@ class ToldSwarm:
                 previous=digest(stage, before) if before is not None else None,
                 root=self.manifest.root,
                 branch=branch,
-                chain_tokens=chain.chain_tokens + tokens * len(members),
+                chain_tokens=chain.chain_tokens + sum(members.values()),
                 sits_out=sits_out,
             )
             made = replace(made, **facts)

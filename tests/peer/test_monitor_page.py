@@ -30,7 +30,7 @@ from tests.peer.fabricated import (
     stage_record,
     trained,
 )
-from tests.peer.told_pages import STATES
+from tests.peer.told_pages import DRAWN, PICTURES, STATES, WIDTHS, drawn_from
 from tests.swarm.browser import Shown, Window
 
 HTML, CSS, JS = (
@@ -201,6 +201,13 @@ def test_a_link_to_the_page_tells_the_run_without_its_script() -> None:
     assert '<meta property="og:title" content="told: training">' in html
     assert "0.1% trained, 3 peers, validation loss 2.4000. a &quot;quoted&quot; &lt;img" in html
     assert "<img" not in html and "<title>told: training</title>" in html
+
+
+def test_the_pictures_show_the_page_as_it_is() -> None:
+    assert drawn_from() == (PICTURES / DRAWN).read_text().strip(), "the page has changed: run docs/pictures.py, and look"
+    widths = [f"{width}-{name}.webp" for width in WIDTHS for name in ("light", "dark")]
+    names = {f"{state}-{each}" for state in STATES for each in widths}
+    assert {file.name for file in PICTURES.iterdir()} == {*names, DRAWN}
 
 
 # ---- cards ---------------------------------------------------------------------------------------

@@ -4,10 +4,12 @@ monitor would see it, so that its figures agree with each other.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from dilocox.dht.manifest_revisions import back_to, in_state
@@ -37,6 +39,11 @@ SPEED = 21_400.0  # tokens a second of all replicas together
 ROUND_S = 190.0
 LOOK_S = 5.0
 
+ROOT = Path(__file__).resolve().parents[2]
+PICTURES = ROOT / "docs/pictures"
+DRAWN = "drawn-from.sha256"  # beside them
+WIDTHS = {1280: 3200, 390: 7000}  # and how high a page may be
+
 
 class Story(ToldSwarm):
     """A run that grows from a third of its replicas, and what happens in it.
@@ -57,7 +64,8 @@ class Story(ToldSwarm):
         super().__init__(stages=stages, replicas=replicas, spares=spares, **facts)
         self.history.parameters = 51_790_336
         self.draw = random.Random(7)
-        self.each = SPEED / max(1, replicas)  # tokens a second of a replica
+        each = SPEED / max(1, replicas)
+        self.speeds = {head: each * self.draw.uniform(0.6, 1.4) for head in self.replicas}
         for number, stage in self.stages.items():
             for n, peer in enumerate(stage):
                 name = NAMES[(n + 3 * number) % len(NAMES)]
@@ -70,6 +78,8 @@ class Story(ToldSwarm):
             "token_seconds": int(ROUND_S * self.manifest.batch.tokens_per_step),
         }
         self.whole = replicas
+        for head, speed in self.speeds.items():
+            self.replicas[head] = replace(self.replicas[head], tokens_per_s=speed)
         self.waiting = [*self.replicas.items()][math.ceil(replicas / 3) :]
         self.away: dict[str, StageRecord] = {}
         for _, replica in self.waiting:
@@ -78,22 +88,25 @@ class Story(ToldSwarm):
         self.replicas = dict([*self.replicas.items()][: math.ceil(replicas / 3)])
         self.look()
 
-    def round(self, number: int) -> None:
-        """One more: some join, all train, all commit."""
+    def round(self, number: int, **more: Any) -> None:
+        """One more: some join, all train, all commit. more: what the records say."""
         while self.waiting and len(self.replicas) < self.whole * (0.34 + number / 40):
             head, replica = self.waiting.pop(0)
             for stage, peer in enumerate(replica.members):
                 self.stages[stage][peer] = self.away.pop(peer)
             self.replicas[head] = replica
-        here = len(self.replicas)
-        tokens = int(self.each * ROUND_S * self.draw.uniform(0.93, 1.05))
-        seen = (self.history.stages[0].chain_tokens + tokens * here) / 1e6 + 1.3
+        here, tokens = len(self.replicas), dict[str, int]()
+        for head, replica in self.replicas.items():
+            gave = int(self.speeds[head] * ROUND_S * self.draw.uniform(0.93, 1.05))
+            tokens |= dict.fromkeys(replica.members, gave)
+        seen = self.history.stages[0].chain_tokens + sum(tokens[head] for head in self.replicas)
+        seen = seen / 1e6 + 1.3
         loss = 1.28 + 4.6 * seen**-0.42
         for n, head in enumerate(self.replicas):
             told = {
                 "round": number,
                 "inner_step": 41,
-                "tokens_per_s": self.each * self.draw.uniform(0.94, 1.05),
+                "tokens_per_s": self.speeds[head] * self.draw.uniform(0.94, 1.05),
                 "waiting_share": 0.012,
                 "train_loss": loss + 0.03 + self.draw.gauss(0, 0.02),
             }
@@ -108,7 +121,7 @@ class Story(ToldSwarm):
                     share = self.draw.uniform(0.8, 0.95)
                 stage[peer] = replace(record, round=number, computing_share=share)
         self.look()
-        self.commit(number, tokens, ROUND_S - 2 * LOOK_S, **self.facts)
+        self.commit(number, tokens, ROUND_S - 2 * LOOK_S, **self.facts, **more)
         self.look()
 
     def rounds(self, first: int, end: int) -> None:
@@ -218,8 +231,15 @@ def large() -> dict[str, Any]:
     told = stage_record(state="spare", version="0.1.0")
     story.stages[2] |= {peer_id(7000 + n): told for n in range(3)}
     story.rounds(0, 117)
-    story.commit(117, sits_out=[story.peer(2, 5)], **story.facts)
+    story.round(117, sits_out=[story.peer(2, 5)])
     return story.told()
+
+
+def drawn_from() -> str:
+    """The sha256 of all files that docs/pictures.py draws, and of that script."""
+    page = sorted((ROOT / "peer/monitor/page").iterdir())
+    files = [Path(__file__), ROOT / "docs/pictures.py", *page]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 STATES: dict[str, Callable[[], dict[str, Any]]] = {

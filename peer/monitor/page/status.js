@@ -429,7 +429,7 @@ function drawTiles(status, rounds) {
   const began = begunOf(status, rounds), {state} = status.health, ended = state === "ended";
   const until = Math.max(lastRoundAt(status, rounds), ...timesOf(status, rounds).map(row => row[0]));
   const peers = ["peers", whole(totals.peers), `${totals.peers === 1 ? "peer" : "peers"}, ` +
-    `${count(totals.replicas, "replica")}, ${count(spares, "spare")}`];
+    count(totals.replicas, "replica") + (spares ? `, ${count(spares, "spare")}` : "")];
   const tiles = state !== "training" ? [
     ["tokens", short(totals.tokens), "tokens"], ...losses,
     ["rounds", whole(Math.max(0, ...status.stages.map(stage => stage.rounds))), "rounds"],

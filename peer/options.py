@@ -383,7 +383,7 @@ class MonitorOptions:
     track_wandb: Annotated[
         Path | None,
         "The same as offline runs of wandb, for `wandb sync`; needs `pip install "
-        "'dilocox\\[wandb]'`.",
+        "'dilocox\\[tracking]'`.",
     ] = None
     port: Port = 9470
     host: Host = "127.0.0.1"
@@ -570,7 +570,7 @@ class GenerateOptions(AnchorOptions):
         ),
     ] = None
     temperature: Annotated[
-        float, Ge(0), "How daring it is; 0 takes the likeliest token each time."
+        float, Ge(0), "Temperature of the sampling; 0 takes the likeliest token each time."
     ] = 0.8
     dtype: DtypeInMemory = "fp32"
     seed: Annotated[

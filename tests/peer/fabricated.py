@@ -175,8 +175,8 @@ class ToldSwarm:
     ) -> None:
         """A round of every stage, by all peers that train there.
 
-        tokens: of each peer, or by peer. branch: other bytes of the same number. before: the round that it follows, and of branch "".
-        facts: what else its records say.
+        tokens: of each peer, or by peer. branch: other bytes of the same number. before: the round
+        that it follows, and of branch "". facts: what else its records say.
         """
         self.at += after_s
         for stage, peers in self.stages.items():

@@ -204,7 +204,9 @@ def test_a_link_to_the_page_tells_the_run_without_its_script() -> None:
 
 
 def test_the_pictures_show_the_page_as_it_is() -> None:
-    assert drawn_from() == (PICTURES / DRAWN).read_text().strip(), "the page has changed: run docs/pictures.py, and look"
+    assert drawn_from() == (PICTURES / DRAWN).read_text().strip(), (
+        "the page has changed: run docs/pictures.py, and look"
+    )
     widths = [f"{width}-{name}.webp" for width in WIDTHS for name in ("light", "dark")]
     names = {f"{state}-{each}" for state in STATES for each in widths}
     assert {file.name for file in PICTURES.iterdir()} == {*names, DRAWN}

@@ -83,13 +83,13 @@ def relays_between(
     dialled = dial_targets(stages, peer, theirs[0])
     if me in dialled and not client_mode:
         return []
-    ways = dial_targets(stages, me, own_stage) if client_mode else dialled
-    known = [each for each in dialled if each in ways]  # never empty: both dial the common ones
+    routes = dial_targets(stages, me, own_stage) if client_mode else dialled
+    known = [each for each in dialled if each in routes]  # never empty: both dial the common ones
     return random.sample(known, len(known))  # others at the next try: some may be gone
 
 
 class Redialler:
-    """Keeps the ways to its targets open; lives in one event loop.
+    """Keeps connections to its targets open; lives in one event loop.
 
     local_network: whether the targets may be at addresses that the internet does not route. In a
     run on the internet these would be hosts of this peer's own network, which a stranger's record

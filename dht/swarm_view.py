@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from statistics import median_low
 
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.names import shown_peer
@@ -49,20 +50,23 @@ class SwarmView:
     )
     run_claims: Mapping[str, ClaimRecord] = field(default_factory=dict[str, ClaimRecord])
 
-    def says_ended(self, end_tokens: int, witness: str = "") -> bool:
-        """Whether the operator's archive, the witness, holds records of the whole run; where it
-        says nothing, whether most peers of stage 0 do.
+    def run_tokens(self, witness: str = "") -> int:
+        """How many tokens the run has trained on: as the operator's archive, the witness, says;
+        where it says nothing, what most peers of stage 0 hold records of at least.
 
         One chain ends the run for all stages, or a stage that lost a round would train on alone.
         Where stage 0 has no peer any more, what others keep of its chain counts.
         """
         if (told := self.run_claims.get(witness)) is not None:
-            return told.chain_tokens >= end_tokens
+            return told.chain_tokens
         hosts = self.stages.get(0, {})
-        claims = [claim for peer, claim in self.run_claims.items() if peer in hosts]
-        claims = claims or list(self.run_claims.values())
-        ended = sum(claim.chain_tokens >= end_tokens for claim in claims)
-        return 2 * ended > len(claims)
+        tokens = [claim.chain_tokens for peer, claim in self.run_claims.items() if peer in hosts]
+        tokens = tokens or [claim.chain_tokens for claim in self.run_claims.values()]
+        return median_low(tokens) if tokens else 0
+
+    def says_ended(self, end_tokens: int, witness: str = "") -> bool:
+        """Whether records of the whole run are held."""
+        return self.run_tokens(witness) >= end_tokens
 
     def shown(self, peer: str) -> str:
         """A peer as people see it, with the name that its record states."""

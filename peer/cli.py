@@ -118,7 +118,7 @@ def _shown(name: str, notes: Sequence[Any]) -> ParameterInfo:
         low: Any = next((note.ge for note in notes if isinstance(note, Ge)), None)
         high: Any = next((note.le for note in notes if isinstance(note, Le)), None)
         shown = typer.Option(flag, help=text, min=low, max=high)
-    shown.envvar = PREFIX + flag.removeprefix("--").replace("-", "_").upper()
+    shown.envvar = shown.envvar or PREFIX + flag.removeprefix("--").replace("-", "_").upper()
     return shown
 
 

@@ -163,7 +163,10 @@ class InitOptions:
     file: Annotated[Path, typer.Argument(help="The file to write; none is overwritten.")] = Path(
         "run.yaml"
     )
-    name: Annotated[str | None, "Name of the run."] = None
+    # DILOCOX_NAME is how a volunteer is called
+    name: Annotated[
+        str | None, typer.Option(envvar="DILOCOX_RUN_NAME", help="Name of the run.")
+    ] = None
     model: Annotated[
         str | None,
         "A preset, which a wrong name lists, or a checkpoint to go on from: a folder or "
@@ -380,7 +383,7 @@ class MonitorOptions:
     track_wandb: Annotated[
         Path | None,
         "The same as offline runs of wandb, for `wandb sync`; needs `pip install "
-        "'dilocox\\[wandb]'`.",
+        "'dilocox\\[tracking]'`.",
     ] = None
     port: Port = 9470
     host: Host = "127.0.0.1"
@@ -567,7 +570,7 @@ class GenerateOptions(AnchorOptions):
         ),
     ] = None
     temperature: Annotated[
-        float, Ge(0), "How daring it is; 0 takes the likeliest token each time."
+        float, Ge(0), "Temperature of the sampling; 0 takes the likeliest token each time."
     ] = 0.8
     dtype: DtypeInMemory = "fp32"
     seed: Annotated[

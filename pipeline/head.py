@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dilocox.pipeline.candidates import Records
 from dilocox.pipeline.member import Member
-from dilocox.pipeline.messages import Evaluated, Fault, Go, Happening, Ready, Stepped, Totals
+from dilocox.pipeline.messages import Evaluated, Fault, Go, MemberEvent, Ready, Stepped, Totals
 from dilocox.pipeline.recruiting import Recruiter, Replica
 from dilocox.pipeline.reservation import Assignment
 from dilocox.pipeline.tuning import Tuning
@@ -189,11 +189,11 @@ class Head:
     def _wait_until_ready(self, replica: Replica) -> set[int] | None:
         end = self._clock() + READY_LIMIT_S
         while self._clock() < end and not self._stopping():
-            happening = self._next_happening()
-            if isinstance(happening, Ready):
+            event = self._next_event()
+            if isinstance(event, Ready):
                 return None
-            if isinstance(happening, Fault):
-                return self._recruiter.missing(replica, happening)
+            if isinstance(event, Fault):
+                return self._recruiter.missing(replica, event)
         return self._recruiter.missing(replica, Fault(stage=1, seen_by=0, reason="missing"))
 
     # ---- inner steps -----------------------------------------------------------------------------
@@ -254,12 +254,12 @@ class Head:
         inbox, some = self._member.network.inbox, False
         while (message := inbox.get(0.0 if some else wait_s)) is not None:
             some = True
-            happening = self._member.handle(message)
-            if isinstance(happening, Fault):
-                raise Lost(happening)
+            event = self._member.handle(message)
+            if isinstance(event, Fault):
+                raise Lost(event)
         return some
 
-    def _next_happening(self) -> Happening | None:
+    def _next_event(self) -> MemberEvent | None:
         message = self._member.network.inbox.get(POLL_S)
         return None if message is None else self._member.handle(message)
 
@@ -305,16 +305,16 @@ class Head:
         try:
             while len(losses) < len(batches):
                 if sent < len(batches) and sent - len(losses) < self._num_stages:
-                    happening = self._member.evaluate(first + sent, batches[sent])
+                    event = self._member.evaluate(first + sent, batches[sent])
                     sent += 1
                 else:
-                    happening = self._next_happening()
-                if isinstance(happening, Fault):
-                    raise Lost(happening)
-                if isinstance(happening, Evaluated) and happening.batch >= first:
-                    if happening.loss is None:
+                    event = self._next_event()
+                if isinstance(event, Fault):
+                    raise Lost(event)
+                if isinstance(event, Evaluated) and event.batch >= first:
+                    if event.loss is None:
                         return None
-                    losses[happening.batch] = happening.loss
+                    losses[event.batch] = event.loss
                 if self._stopping() or self._clock() > end:
                     return None
         except Lost as lost:

@@ -33,7 +33,7 @@ from dilocox.pipeline.messages import (
     Evaluated,
     Fault,
     Go,
-    Happening,
+    MemberEvent,
     Ready,
     StageReport,
     Stepped,
@@ -153,7 +153,7 @@ class Member:
             self.network.expect_link(key, peer)
 
     # ---- what comes in ---------------------------------------------------------------------------
-    def handle(self, message: Message) -> Happening | None:
+    def handle(self, message: Message) -> MemberEvent | None:
         """Take in what the network says; what it means for the owner, None if nothing."""
         if not isinstance(message, Arrived | Opened | Broken):
             return None
@@ -194,7 +194,7 @@ class Member:
         self._send(self._upper, self._frame("ready"))
         return Ready()
 
-    def _from_above(self, frame: Frame) -> Happening | None:
+    def _from_above(self, frame: Frame) -> MemberEvent | None:
         match frame.kind:
             case "forward":
                 self._check_step(frame)
@@ -216,7 +216,7 @@ class Member:
                 raise FrameRefused("kind", f"{frame.kind} from above")
         return None
 
-    def _from_below(self, frame: Frame) -> Happening | None:
+    def _from_below(self, frame: Frame) -> MemberEvent | None:
         match frame.kind:
             case "gradient":
                 self._check_step(frame)
@@ -454,12 +454,12 @@ class Follower:
         """Take in all that has come, up to the end of an inner step."""
         while (message := self._member.network.inbox.get(wait_s)) is not None:
             wait_s = 0.0
-            happening = self._member.handle(message)
-            match happening:
+            event = self._member.handle(message)
+            match event:
                 case Stepped():
-                    return happening
+                    return event
                 case Fault():
-                    self._lose(happening)
+                    self._lose(event)
                 case Dissolved():
                     self.leave("its head dissolved it")
                 case _:

@@ -130,4 +130,4 @@ class Evaluated(Facts):
     loss: Nats | None
 
 
-Happening = Stepped | Ready | Fault | Dissolved | Evaluated
+MemberEvent = Stepped | Ready | Fault | Dissolved | Evaluated

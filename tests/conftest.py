@@ -9,7 +9,6 @@ import logging
 from collections.abc import Iterator
 
 import pytest
-import torch
 from hypothesis import settings
 
 # A busy machine stands still for longer than any deadline of one example.
@@ -20,6 +19,8 @@ settings.load_profile("busy machine")
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     """Equal sums need equal orders of summation, and tensors here are too small for threads."""
+    import torch  # here, so that the process that only hands out tests has not to load it
+
     torch.set_num_threads(1)
 
 

@@ -42,7 +42,7 @@ def test_the_readmes_first_screen_says_what_it_is_shows_it_and_how_to_run_it() -
         "docker run --gpus all ",
         "make demo",
         "pip install .",
-        "torch --index-url URL && ",
+        "pip install torch --index-url https://download.pytorch.org/whl/cpu && pip install .",
     ):
         assert line in first
 

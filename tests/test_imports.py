@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -91,6 +92,8 @@ def _imports(path: Path) -> Iterator[str]:
             case ast.Call(args=[ast.Constant(value=str(name)), *_], func=function):
                 if "import_module" in ast.unparse(function):
                     yield name
+            case ast.Call(args=[*_, ast.Constant(value=str(place))], func=ast.Name(id="command")):
+                yield "dilocox.peer." + place.replace(":", ".")  # peer/cli.py imports it then
             case _:
                 pass
 
@@ -114,6 +117,38 @@ def test_a_module_imports_only_what_its_place_in_the_house_allows(path: Path) ->
             assert room_of("/".join(words[1:])) in allowed, f"{room} may not import {name}"
         if words[0] in ONLY_IN:
             assert module in ONLY_IN[words[0]], f"{name} is not for {path}"
+
+
+def arrows() -> list[str]:
+    """The picture of docs/architecture.md: from each room to those below it that it imports, but
+    for what is reached by others of them anyway.
+    """
+    below: dict[str, set[str]] = {room: set() for room in ROOMS}
+    for path in modules():
+        room = room_of(str(path.relative_to(ROOT).with_suffix("")))
+        words = (name.split(".") for name in imports(path))
+        ours = (each[1:] for each in words if each[0] == "dilocox" and each[1:])
+        found = {room_of("/".join(each)) for each in ours if each[0] in PACKAGES}
+        below[room] |= found - {room}
+    reached: dict[str, set[str]] = {}
+    drawn: list[str] = []
+    for room in ROOMS:
+        reached[room] = below[room].union(*(reached[each] for each in below[room]))
+        direct = [
+            each
+            for each in ROOMS
+            if each in below[room] - {b for a in below[room] for b in reached[a]}
+        ]
+        names = ["base" if each == "peer" else Path(each).name for each in (room, *direct)]
+        drawn += [f"{names[0]} --> {' & '.join(names[1:])}"] if direct else []
+    return drawn
+
+
+def test_the_picture_of_the_rooms_is_what_the_imports_make() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    (picture,) = re.findall(r"```mermaid\n(.*?)```", text, re.DOTALL)
+    found = [line.strip() for line in picture.splitlines() if "-->" in line]
+    assert found == arrows(), "\n".join(arrows())
 
 
 def test_who_may_use_a_library_does() -> None:

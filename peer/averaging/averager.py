@@ -6,7 +6,7 @@ itself is ours (peer/rounds/exchange.py). The process also serves what other pee
 
 The trainer and this process share the vectors of `StageBuffers`. They belong to the trainer, which
 writes `message` before it starts an exchange; this process only reads it then. To apply a record,
-or to take a state, it is lent them for a while (`events.Loan`): then it moves the anchor,
+or to take a state, it leases them for a while (`events.AnchorLease`): then it moves the anchor,
 and leaves of a message that the record holds what is still unsent.
 """
 
@@ -301,7 +301,7 @@ class StageAverager(PeerService, DecentralizedAverager):
         except (RuntimeError, InvalidInput) as error:  # torch's own, also for a lack of memory
             logger.warning("the codec's matrix products run on the CPU: %s", error)
 
-    # ---- in the averaging process: ways to others ------------------------------------------------
+    # ---- in the averaging process: connections ---------------------------------------------------
     @in_process
     async def redial(self, targets: Targets) -> None:
         """Keep connections to these peers open, as a peer must that only dials out."""

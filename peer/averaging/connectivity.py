@@ -1,4 +1,4 @@
-"""The ways between a peer and the others of its swarm, kept open while it runs.
+"""The connections between a peer and the others of its swarm, kept open while it runs.
 
 Its coordinator says whom to dial and when to ask whether others still reach it; its averaging
 process, which has the handle to p2pd, does so and answers those who ask the same (averager.py,

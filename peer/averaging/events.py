@@ -56,7 +56,7 @@ class Failed(Event):
     error: Exception
 
 
-class Loan:
+class AnchorLease:
     """Who has anchor, momentum and, of a send in flight, the message: the training loop, or the
     averaging process, which moves them on to the next record or to another state.
 
@@ -70,48 +70,48 @@ class Loan:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._offered = False
-        self._lent = False
+        self._leased = False
         self.on_taken: Callable[[], None] = lambda: None
 
     @property
-    def lent(self) -> bool:
-        return self._lent
+    def leased(self) -> bool:
+        return self._leased
 
     def offer(self) -> None:
         """The loop does not need them for now."""
         with self._lock:
-            self._offered = not self._lent
+            self._offered = not self._leased
 
     def withdraw(self) -> bool:
         """The loop needs them; whether it has them."""
         with self._lock:
             self._offered = False
-            return not self._lent
+            return not self._leased
 
     def take(self) -> bool:
         """For the averaging process; whether that has them."""
         with self._lock:
             if self._offered:
                 self.on_taken()
-                self._offered, self._lent = False, True
-            return self._lent
+                self._offered, self._leased = False, True
+            return self._leased
 
     def give_back(self) -> None:
         """They are the loop's again."""
         with self._lock:
-            self._lent = False
+            self._leased = False
 
 
 class EventQueue:
     """Events in order. Of records and states, the next one comes only when the last was taken.
 
     Attributes:
-        loan: of what they are about.
+        lease: of what they are about.
     """
 
     def __init__(self) -> None:
         self._queue: queue.Queue[Event] = queue.Queue()
-        self.loan = Loan()
+        self.lease = AnchorLease()
 
     def put(self, event: Event) -> None:
         self._queue.put(event)

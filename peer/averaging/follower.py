@@ -99,7 +99,7 @@ class ChainFollower:
         self._on_done: Callable[[Any], None] = lambda _: None
         self._deadline = 0.0
         self._untaken: tuple[Event, Callable[[], None]] | None = None
-        self._with_loan: Callable[[], None] | None = None  # what is to be done then
+        self._with_lease: Callable[[], None] | None = None  # what is to be done then
         self._not_before = 0.0
         self._state_needed: _StateNeeded | None = None
         self._state_bytes = 2 * 4 * local.layout.numel  # anchor and momentum
@@ -129,7 +129,7 @@ class ChainFollower:
     def delivering(self) -> bool:
         """Whether a record or a state is on its way into the training loop, which may decide the
         send whose message the averager still reads."""
-        waiting = self._untaken is not None or self._with_loan is not None
+        waiting = self._untaken is not None or self._with_lease is not None
         return waiting or self.applied != self.head.round
 
     def behind(self, view: SwarmView) -> bool:
@@ -167,9 +167,9 @@ class ChainFollower:
         if self._work is not None:
             self._advance(self._work)
             return
-        if self._with_loan is not None:
-            if self._events.loan.take():
-                begin, self._with_loan = self._with_loan, None
+        if self._with_lease is not None:
+            if self._events.lease.take():
+                begin, self._with_lease = self._with_lease, None
                 begin()
             return
         if exchanging or self._clock.monotonic() < self._not_before:
@@ -198,7 +198,7 @@ class ChainFollower:
             return
         named = record.member(self._local.me) is not None
         with_own = named and sent_round == record.round
-        self._with_loan = lambda: self._begin(
+        self._with_lease = lambda: self._begin(
             self._averager.apply(record.round, with_own=with_own),
             lambda applied: self._applied(applied, record, with_own),
         )
@@ -292,7 +292,7 @@ class ChainFollower:
             logger.error("alarm: %s; taking a state from another peer", error)
             self._state_needed = _StateNeeded()
             if not isinstance(error, AnchorLost):
-                self._events.loan.give_back()  # to be saved and validated meanwhile
+                self._events.lease.give_back()  # to be saved and validated meanwhile
         except NoState as error:
             logger.info("nobody has a newer state yet: %s", error)
             if self._state_needed is not None and self._state_needed.saves_bytes:
@@ -300,7 +300,7 @@ class ChainFollower:
                 self._no_state_before = self._clock.monotonic() + self._record_lifetime_s
             self._not_before = self._clock.monotonic() + PAUSE_AFTER_FAILURE_S
         except TooSlow as error:
-            logger.info("looking for a peer that gives faster: %s", error)
+            logger.info("looking for a faster peer: %s", error)
             self._slow.add(self._donor)
         except PeerBusy as error:
             logger.info("%s", error)
@@ -360,7 +360,7 @@ class ChainFollower:
         self._not_before = self._clock.monotonic() + PAUSE_AFTER_FAILURE_S
 
     def _got_state(self, found: StateFile, needed: _StateNeeded) -> None:
-        self._with_loan = lambda: self._begin(
+        self._with_lease = lambda: self._begin(
             self._averager.take_state(found), lambda state: self._took_state(state, needed)
         )
 

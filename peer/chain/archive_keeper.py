@@ -380,7 +380,7 @@ class Archive:
             try:
                 address = daemon_address(self._dht, START_LIMIT_S)
             except Exception as error:
-                raise EnvironmentFault(f"p2pd is not to be had ({error!r})") from error
+                raise EnvironmentFault(f"p2pd cannot be reached ({error!r})") from error
             keeper = Keeper(
                 self._run, self._me, self._witness, self._manifest, self._folder, self._history
             )

@@ -1,9 +1,9 @@
 """How much is served at once to those who are behind: records and states.
 
-Each upload holds an open file and a chunk. Who asks for too many, or does not take what it asked
-for, must keep nobody else from being served; who takes it by drops keeps its place only while
-nobody else wants it, and who has several keeps the slowest only while nobody without one does. Who
-has none waits for no longer than a turn: then the slowest that has had its own goes on elsewhere.
+Each upload holds an open file and a chunk of memory, so only so many run at once, and few of one
+peer. Nobody can keep the others out. Where all places are taken, an upload that is taken too slowly
+ends for the next one. A peer that has none also gets the place of one of a peer that has most, or
+of one that has had its turn, which goes on elsewhere; of several the slowest ends.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from dilocox.dht.join import Joined
 from dilocox.dht.reachability import Bandwidth, ask_time, find_reach, measure_bandwidth
 from dilocox.dht.records import ClaimRecord, StageRecord, claim_key
 from dilocox.dht.rpc import LoopThread
+from dilocox.dht.swarm_view import SwarmView, that_count
 from dilocox.peer.process.starting_stage import look_at_stages, named_stage, preferred_stage
 from dilocox.pipeline.partition import plan_stages
 from dilocox.pipeline.stage_choice import live_peers
@@ -70,10 +71,12 @@ class SwarmFacts:
 
     @property
     def trained(self) -> float:
-        """The share of the run's tokens that some peer claims to hold records of."""
+        """The share of the run's tokens that is in records, as peers take it to be."""
+        manifest = self._place.manifest
         claims = self._place.swarm.read(claim_key(self._place.run, 0), ClaimRecord) or {}
-        tokens = max((claim.chain_tokens for claim in claims.values()), default=0)
-        return tokens / self._place.manifest.end_tokens
+        counting = that_count(claims, manifest)
+        view = SwarmView(me=self._own_id, stages=self.records, run_claims=counting)
+        return view.run_tokens(self._place.witness) / manifest.end_tokens
 
     @property
     def peers(self) -> dict[int, int]:

@@ -183,7 +183,9 @@ def _show(found: RunPlan, changes: dict[str, RunPlan], measured: dict[str, float
             + (f"low rank up to {found.hidden_rank}" if found.hidden_rank else "no rank"),
         ),
     ]
-    lines += [(name, _gain(ours, each.ours)) for name, each in changes.items()]
+    for name, each in changes.items():
+        gain = each.ours.tokens_per_s / ours.tokens_per_s - 1
+        lines.append((name, f"{gain:+.1%} tokens/s"))
     if measured is not None:
         speed = measured["tokens_per_s"]
         lines.append(("measured", f"{speed:,.0f} tokens/s of {measured['peers']:.0f} peers"))
@@ -238,7 +240,3 @@ def _table(heads: Sequence[str], *, right: bool = True) -> Table:
 
 def _days(found: RunPlan) -> str:
     return f"{found.days:,.1f} days" if found.days >= 1 else f"{found.days * 24:.1f} hours"
-
-
-def _gain(before: Way, after: Way) -> str:
-    return f"{after.tokens_per_s / before.tokens_per_s - 1:+.1%} tokens/s"

@@ -83,7 +83,7 @@ class Wandb:
         if find_spec("wandb") is None:
             raise InvalidInput(
                 "--track-wandb writes with wandb, which is not installed: pip install "
-                "'dilocox[wandb]'"
+                "'dilocox[tracking]'"
             )
         self._folder, self._id = folder, run
         self._run: Any = None  # begun with the first round: it has threads, and we fork before

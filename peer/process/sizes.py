@@ -7,6 +7,7 @@ several that are alike. docs/operator.md says what the columns are.
 from __future__ import annotations
 
 from dataclasses import replace
+from textwrap import wrap
 from typing import Any
 
 from rich.table import Table
@@ -19,13 +20,14 @@ MEMBERS = 4
 GB, MB = 1e9, 1e6
 HEADS = (
     "stage",
-    "parameters (millions)",
+    "params (M)",
     "memory (GB)",
-    "with a GPU: machine + GPU (GB)",
+    "machine + GPU (GB)",
     "disk (GB)",
     "exchange (MB)",
     "token (kB, 4 bits / bf16)",
 )
+HEAD_WIDTH = 8  # the table is whole at 80 columns
 
 
 def shown_stages(manifest: Manifest) -> list[int]:
@@ -55,9 +57,10 @@ def _with_codec(needs: StageNeeds, codec: Any) -> StageNeeds:
 
 def print_sizes(manifest: Manifest) -> None:
     """Print the table on the terminal; whole where there is none."""
-    table = Table(title=f"{manifest.name}: what a peer takes; an exchange is once a round")
+    title = f"{manifest.name}: what a peer takes; an exchange is once a round"
+    table = Table(title=title, show_edge=False)
     for name in HEADS:
-        table.add_column(name, justify="right")
+        table.add_column("\n".join(wrap(name, HEAD_WIDTH)), justify="right")
     for stage in shown_stages(manifest):
         table.add_row(*row(manifest, stage))
     wide_console().print(table)

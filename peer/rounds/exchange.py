@@ -62,7 +62,7 @@ PARTS_SHARE = 0.6
 PARTS_SHARE_OF_ROWS, ROWS_SHARE = 0.4, 0.65
 FETCH_ROUNDS = 2  # how often everybody is asked for a mean whose reducer is gone
 ASKED_AT_ONCE = 16  # members, other ones each time, how an undecided vote ended
-TALLY_PAUSE_S = 0.25  # a row's votes go to the other rows together, if they come so soon
+VOTES_PAUSE_S = 0.25  # a row's votes go to the other rows together, if they come so soon
 
 
 class Attempt:
@@ -442,7 +442,7 @@ class Attempt:
         end = self._end + 2 * self._limits.vote_s
         while await self._group.until(lambda: bool(self._untold), end):
             await self._group.until(
-                lambda: row <= heard() | self._gone, time.monotonic() + TALLY_PAUSE_S
+                lambda: row <= heard() | self._gone, time.monotonic() + VOTES_PAUSE_S
             )
             self._tell_now()
 

@@ -3,12 +3,12 @@
 A corpus reads one data part at a time for as long as it is asked: at the part's end the next epoch
 begins, in another order. The order depends on the run's seed, the part and the epoch alone.
 
-Documents are tokenized, joined with the end-of-text id and gathered on a **shelf** of a quarter
-of a million tokens; the shelf is cut into windows and these are shuffled. So a microbatch mixes
-documents, and yet a position is exact and small: where in the files the shelf began and how many
+Documents are tokenized, joined with the end-of-text id and gathered in a **buffer** of a quarter of a
+million tokens; the buffer is cut into windows and these are shuffled. So a microbatch mixes
+documents, and yet a position is exact and small: where in the files the buffer began and how many
 of its windows were used. (A shuffle buffer of `datasets` forgets its contents on resume.)
-Neighbouring windows share one token, so that every token of a shelf is predicted once; tokens
-after the last whole window are not. A thread of its own makes the next shelves while one is used,
+Neighbouring windows share one token, so that every token of a buffer is predicted once; tokens
+after the last whole window are not. A thread of its own makes the next buffers while one is used,
 so that no step waits for a disk, the hub or a tokenizer.
 
 A tokenizer makes token ids of a document's bytes. No text becomes a special token, whatever it
@@ -176,14 +176,14 @@ def _load_pretrained(name: str) -> Any:
         raise InvalidInput(f"data.tokenizer {name!r} cannot be loaded: {error!r}") from error
 
 
-SHELF_TOKENS = 1 << 18
-_MIN_SHELF_WINDOWS = 32  # for very long windows
-_EXIT_LIMIT_S = 5.0  # a shelf takes about one
-_SHELVES_AHEAD = 2  # a slow disk or hub is made up for by so much
+BUFFER_TOKENS = 1 << 18
+_MIN_BUFFER_WINDOWS = 32  # for very long windows
+_EXIT_LIMIT_S = 5.0  # a buffer takes about one
+_BUFFERS_AHEAD = 2  # a slow disk or hub is made up for by so much
 
 
 @dataclass(frozen=True)
-class _Shelf:
+class _TokenBuffer:
     windows: TokenIds  # [n, sequence_length + 1], shuffled
     epoch: int
     start: dict[str, Any]  # where in the files it began
@@ -195,8 +195,8 @@ class _ReadAhead:
     What the iterator raises is raised by `next` in its place, after the items before it.
     """
 
-    def __init__(self, items: Iterator[_Shelf]):
-        self._queue: queue.Queue[_Shelf | BaseException] = queue.Queue(_SHELVES_AHEAD)
+    def __init__(self, items: Iterator[_TokenBuffer]):
+        self._queue: queue.Queue[_TokenBuffer | BaseException] = queue.Queue(_BUFFERS_AHEAD)
         self._stopped = threading.Event()
         # a daemon: a peer that leaves must not wait for long for a hub that gives no answer
         self._thread = threading.Thread(
@@ -205,7 +205,7 @@ class _ReadAhead:
         self._thread.start()
         atexit.register(self._end)
 
-    def next(self) -> _Shelf:
+    def next(self) -> _TokenBuffer:
         item = self._queue.get()
         if isinstance(item, BaseException):
             self._queue.put(item)  # nothing else will come
@@ -225,7 +225,7 @@ class _ReadAhead:
         self.stop()
         self._thread.join(_EXIT_LIMIT_S)
 
-    def _read(self, items: Iterator[_Shelf]) -> None:
+    def _read(self, items: Iterator[_TokenBuffer]) -> None:
         try:
             for item in items:
                 if self._stopped.is_set():
@@ -238,7 +238,7 @@ class _ReadAhead:
 
 @dataclass(frozen=True, kw_only=True)
 class _PartReader:
-    """Makes shelves of the documents of one part; knows nothing of who asks, who may be gone."""
+    """Makes buffers of the documents of one part; knows nothing of who asks, who may be gone."""
 
     source: MixedSource
     tokenizer: Tokenizer
@@ -249,8 +249,8 @@ class _PartReader:
     def open(self, epoch: int) -> DocumentStream | MixedStream:
         return self.source.part(self.part, f"{self.seed}/{epoch}")
 
-    def shelves(self, stream: DocumentStream | MixedStream, epoch: int) -> Iterator[_Shelf]:
-        """The shelves from a place on, without end: the next epoch's follow those of this one."""
+    def buffers(self, stream: DocumentStream | MixedStream, epoch: int) -> Iterator[_TokenBuffer]:
+        """The buffers from a place on, without end: the next epoch's follow those of this one."""
         while True:
             start = stream.state_dict()
             if len(windows := self._windows(stream)):
@@ -259,7 +259,7 @@ class _PartReader:
                 # numpy promises that RandomState's sequences never change: a resume may meet a
                 # newer numpy.
                 order = np.random.RandomState(seed).permutation(len(windows))
-                yield _Shelf(windows[order], epoch, start)
+                yield _TokenBuffer(windows[order], epoch, start)
             elif start["rows"] == 0:
                 raise InvalidInput(
                     f"data part {self.part} of {self.source.spec.source!r} holds less than one "
@@ -273,7 +273,7 @@ class _PartReader:
     def _windows(self, stream: DocumentStream | MixedStream) -> TokenIds:
         """The next documents, joined and cut into windows that share their last and first token."""
         length = self.sequence_length
-        wanted = max(SHELF_TOKENS, _MIN_SHELF_WINDOWS * length)
+        wanted = max(BUFFER_TOKENS, _MIN_BUFFER_WINDOWS * length)
         documents: list[TokenIds] = []
         while wanted > 0 and (document := stream.read()) is not None:
             documents.append(_with_eos(self.tokenizer, document))
@@ -303,8 +303,8 @@ class Corpus(Iterator[torch.Tensor]):
         self._seed = seed
         self.part = -1  # none is open
         self._ahead: _ReadAhead | None = None
-        self._shelf: _Shelf
-        self._used = 0  # windows of the shelf
+        self._buffer: _TokenBuffer
+        self._used = 0  # windows of the buffer
 
     def open_part(self, part: int, position: int = 0) -> None:
         """Read from this part from now on, from its start or from a `position` of any peer.
@@ -318,18 +318,18 @@ class Corpus(Iterator[torch.Tensor]):
         reader = self._reader(part)
         stream = reader.open(epoch)
         stream.skip(rows)
-        self._read_from(reader.shelves(stream, epoch))
+        self._read_from(reader.buffers(stream, epoch))
         self.part = part
 
     @property
     def epoch(self) -> int:
         """How often the part was read to its end."""
-        return self._shelf.epoch
+        return self._buffer.epoch
 
     @property
     def position(self) -> int:
-        """Where the current shelf began: one integer, for a peer that takes the part over."""
-        return position_of(self.epoch, int(self._shelf.start["rows"]))
+        """Where the current buffer began: one integer, for a peer that takes the part over."""
+        return position_of(self.epoch, int(self._buffer.start["rows"]))
 
     def __next__(self) -> torch.Tensor:
         """Return the next microbatch."""
@@ -338,9 +338,9 @@ class Corpus(Iterator[torch.Tensor]):
         taken: list[TokenIds] = []
         count = self._microbatch_size
         while count:
-            if self._used >= len(self._shelf.windows):
-                self._next_shelf()
-            windows = self._shelf.windows[self._used : self._used + count]
+            if self._used >= len(self._buffer.windows):
+                self._next_buffer()
+            windows = self._buffer.windows[self._used : self._used + count]
             self._used += len(windows)
             count -= len(windows)
             taken.append(windows)
@@ -352,7 +352,7 @@ class Corpus(Iterator[torch.Tensor]):
             "identity": self._identity(),
             "part": self.part,
             "epoch": self.epoch,
-            "shelf_start": deepcopy(self._shelf.start),
+            "shelf_start": deepcopy(self._buffer.start),
             "used": self._used,
         }
 
@@ -373,7 +373,7 @@ class Corpus(Iterator[torch.Tensor]):
         reader = self._reader(state["part"])
         stream = reader.open(state["epoch"])
         stream.load_state_dict(state["shelf_start"])
-        self._read_from(reader.shelves(stream, state["epoch"]))
+        self._read_from(reader.buffers(stream, state["epoch"]))
         self.part, self._used = state["part"], state["used"]
         return True
 
@@ -390,16 +390,16 @@ class Corpus(Iterator[torch.Tensor]):
             seed=self._seed,
         )
 
-    def _read_from(self, shelves: Iterator[_Shelf]) -> None:
+    def _read_from(self, buffers: Iterator[_TokenBuffer]) -> None:
         if self._ahead is not None:
             self._ahead.stop()
-        self._ahead = _ReadAhead(shelves)
+        self._ahead = _ReadAhead(buffers)
         weakref.finalize(self, self._ahead.stop)
-        self._next_shelf()
+        self._next_buffer()
 
-    def _next_shelf(self) -> None:
+    def _next_buffer(self) -> None:
         assert self._ahead is not None
-        self._shelf, self._used = self._ahead.next(), 0
+        self._buffer, self._used = self._ahead.next(), 0
 
 
 def held_out_digest(spec: DataSpec) -> str:

@@ -93,8 +93,8 @@ class Learner:
         # learning rate would fall back by a whole record.
         self._chain_tokens = coordinator.tokens_at_start
         self._states_taken = 0
-        self._loan = coordinator.events.loan
-        self._loan.on_taken = snapshots.interrupt
+        self._lease = coordinator.events.lease
+        self._lease.on_taken = snapshots.interrupt
         self._sent: dict[int, float] = {}  # the norm of the newest message, by round
         self._unsaved: dict[int, int] = {}  # bytes of the records applied since the last snapshot
         self._stopped_since: float | None = None
@@ -121,7 +121,7 @@ class Learner:
         """Keep the anchor here until the end of the next pause between two inner steps; False where
         the next record moves it just now.
         """
-        return self._loan.withdraw()
+        return self._lease.withdraw()
 
     @contextmanager
     def in_place(self) -> Generator[None]:
@@ -149,7 +149,7 @@ class Learner:
         Where no send is in flight it raises `Revised` if this peer is to start again, and
         `CannotFollow` if that would not help.
         """
-        self._loan.withdraw()
+        self._lease.withdraw()
         try:
             self._between_steps()
             if self._meter.gave_due:
@@ -299,9 +299,9 @@ class Learner:
 
     def _take_next(self, wait_s: float = 0.0) -> bool:
         if wait_s > 0:
-            self._loan.offer()
+            self._lease.offer()
         event = self._coordinator.events.get(wait_s)
-        self._loan.withdraw()
+        self._lease.withdraw()
         if event is None:
             return False
         with self._meter.waiting("merge"):
@@ -313,14 +313,14 @@ class Learner:
         """For the time of an inner step; but where records wait for a round's end, and would keep
         them until then, only there (`take_events`)."""
         if self._takes_at_once:
-            self._loan.offer()
+            self._lease.offer()
 
     def _wait_for_buffers(self, limit_s: float = BUFFERS_LIMIT_S) -> None:
         """Take events until the anchor is here; AveragerStuck if it does not come back."""
         end = time.monotonic() + limit_s
-        while not self._loan.withdraw():
+        while not self._lease.withdraw():
             self.take_events(wait_s=POLL_S)
-            if self._loan.lent and (time.monotonic() > end or not self._coordinator.is_alive()):
+            if self._lease.leased and (time.monotonic() > end or not self._coordinator.is_alive()):
                 raise AveragerStuck("the averaging process does not give the anchor back")
 
     def _wait_for_outcome(self, limit_s: float, stop: threading.Event) -> None:
@@ -368,7 +368,7 @@ class Learner:
             previous=record.previous,
             contributor=bool(record.counted(self._me)),
         )
-        self._loan.give_back()
+        self._lease.give_back()
         buffers, own, error = self._model.buffers, None, None
         if facts.contributor and record.round in self._merge.fly:
             if event.remainder:
@@ -406,7 +406,7 @@ class Learner:
     def _resync(self, event: Resynced) -> None:
         state, merge = event.state, self._merge
         self._states_taken += 1
-        self._loan.give_back()
+        self._lease.give_back()
         since = merge.round if event.fork_round is None else event.fork_round
         # What the headers do not tell may have been counted, and is not sent again.
         passed = {number for number in merge.unsettled if since < number <= state.round}
@@ -450,7 +450,7 @@ class Learner:
 
     def snapshot_if_due(self) -> None:
         """Begin a snapshot in the background, or note that one is complete."""
-        if not self._loan.withdraw():
+        if not self._lease.withdraw():
             return
         with self._meter.waiting("snapshot"):
             done = self._snapshots.advance(self._merge, self._model.optimizer, self.data_state)

@@ -108,7 +108,7 @@ class Reporter:
     def tell(self, kind: str, **facts: object) -> None:
         """One event of the replica that this peer is in, and a line in the log."""
         self.event(kind, **facts)
-        logger.info("%s: %s", kind, happening_in_words(kind, facts, self.shown))
+        logger.info("%s: %s", kind, event_in_words(kind, facts, self.shown))
 
     def status(self, status: LoopStatus, *, force: bool = False) -> None:
         """Show the progress, about once a second."""
@@ -245,7 +245,7 @@ def gave_sentence(gave: Gave, val_loss: float | None, sample: str) -> str:
     return words + (f"; the model now continues {sample}" if sample else "")
 
 
-def happening_in_words(
+def event_in_words(
     kind: str, facts: Mapping[str, Any], shown: Callable[[str], str] = shown_peer
 ) -> str:
     """An event of a replica as people see it; peers by their last six letters and names."""

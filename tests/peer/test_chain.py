@@ -75,9 +75,9 @@ def test_a_record_is_applied_when_the_loop_has_left_its_buffers(
     tick()
     assert not applied
     assert chain.busy, "an exchange would read what is about to change"
-    events.loan.offer()
+    events.lease.offer()
     tick()
-    assert applied == [sent == 0] and events.loan.lent
+    assert applied == [sent == 0] and events.lease.leased
     event = events.get()
     assert isinstance(event, Committed)
     assert event.remainder == (sent == 0)
@@ -255,7 +255,7 @@ def test_who_takes_a_state_to_save_bytes_hears_from_the_headers_what_became_of_i
     for _ in range(2):
         behind.look(record_bytes=201, rounds=5)
     behind.answers = [state]
-    behind.events.loan.offer()
+    behind.events.lease.offer()
     for _ in range(2):
         behind.chain.tick(behind.view, exchanging=False)
     assert behind.asked == [("records", STATE_BYTES), ("state", -1), ("its file", None)]

@@ -37,9 +37,9 @@ def spec(request: pytest.FixtureRequest, tmp_path: Path) -> DataSpec:
 
 
 @pytest.fixture
-def small_shelves(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a few kilobytes fill several."""
-    monkeypatch.setattr(data, "SHELF_TOKENS", 700)
+    monkeypatch.setattr(data, "BUFFER_TOKENS", 700)
 
 
 class TestMicrobatches:
@@ -54,8 +54,8 @@ class TestMicrobatches:
     def test_another_seed_gives_another_order(self, spec: DataSpec) -> None:
         assert not torch.equal(take(corpus(spec), 20), take(corpus(spec, seed=1), 20))
 
-    @pytest.mark.usefixtures("small_shelves")
-    def test_an_epoch_predicts_every_token_once_but_for_the_shelves_ends(
+    @pytest.mark.usefixtures("small_buffers")
+    def test_an_epoch_predicts_every_token_once_but_for_the_buffers_ends(
         self, spec: DataSpec
     ) -> None:
         source = corpus(spec)
@@ -64,8 +64,8 @@ class TestMicrobatches:
             windows += next(source)
         windows = windows[:-2]  # the last microbatch has a window of the second epoch, or two
         tokens = sum(len(document) + 1 for document in epoch_documents(spec, 0))
-        shelves = tokens // 700 + 1
-        assert tokens - shelves * (LENGTH + 1) - 2 * LENGTH <= len(windows) * LENGTH <= tokens
+        buffers = tokens // 700 + 1
+        assert tokens - buffers * (LENGTH + 1) - 2 * LENGTH <= len(windows) * LENGTH <= tokens
         assert len({tuple(window.tolist()) for window in windows}) == len(windows)
 
     def test_every_epoch_has_its_own_order_of_the_same_documents(self, tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ class TestMicrobatches:
         assert first != second
         assert sorted(first) == sorted(second)
 
-    def test_a_microbatch_mixes_documents_of_a_shelf(self) -> None:
+    def test_a_microbatch_mixes_documents_of_a_buffer(self) -> None:
         source = Corpus(DataSpec(parts=16), sequence_length=64, microbatch_size=16, seed=0)
         source.open_part(0)
         texts = epoch_documents(DataSpec(parts=16), 0)
@@ -100,7 +100,7 @@ class TestMicrobatches:
 
 
 class TestReadAhead:
-    @pytest.mark.usefixtures("small_shelves")
+    @pytest.mark.usefixtures("small_buffers")
     def test_a_fault_comes_after_the_text_before_it_and_stays(self, tmp_path: Path) -> None:
         spec = replace(write_json(tmp_path, [documents(300)]), parts=1)
         file = tmp_path / "0.jsonl"
@@ -113,7 +113,7 @@ class TestReadAhead:
             with pytest.raises(InvalidInput, match=r"'text' of .* holds int"):
                 take(source, 1000)
 
-    @pytest.mark.usefixtures("small_shelves")
+    @pytest.mark.usefixtures("small_buffers")
     def test_the_thread_ends_with_its_part_and_with_the_corpus(self, spec: DataSpec) -> None:
         def readers() -> set[threading.Thread]:
             return {thread for thread in threading.enumerate() if thread.name == "read-ahead"}
@@ -137,7 +137,7 @@ class TestReadAhead:
 
 class TestResume:
     @pytest.mark.parametrize("before", [1, 7, 40, 90])
-    @pytest.mark.usefixtures("small_shelves")
+    @pytest.mark.usefixtures("small_buffers")
     def test_what_follows_a_resume_is_the_same_to_the_bit(
         self, spec: DataSpec, before: int
     ) -> None:
@@ -149,7 +149,7 @@ class TestResume:
         assert resumed.part == 1
         assert torch.equal(take(steady, 150), take(resumed, 150))
 
-    @pytest.mark.usefixtures("small_shelves")
+    @pytest.mark.usefixtures("small_buffers")
     def test_every_position_around_an_epochs_end_resumes(self, spec: DataSpec) -> None:
         steady = corpus(spec)
         last = steady.state_dict()
@@ -164,7 +164,7 @@ class TestResume:
             assert torch.equal(next(steady), next(resumed))
         assert steady.epoch == 1
 
-    @pytest.mark.usefixtures("small_shelves")
+    @pytest.mark.usefixtures("small_buffers")
     def test_an_epoch_used_up_to_its_last_window_resumes_in_the_next(self, tmp_path: Path) -> None:
         spec = write_json(tmp_path, [["held out", "a" * 64, "b" * 64, "c" * 64]])
         steady = corpus(spec)
@@ -175,7 +175,7 @@ class TestResume:
         assert resumed.load_state_dict(state)
         assert torch.equal(take(steady, 9), take(resumed, 9))
 
-    @pytest.mark.usefixtures("small_shelves")
+    @pytest.mark.usefixtures("small_buffers")
     def test_another_microbatch_size_goes_on_with_the_next_window(self, spec: DataSpec) -> None:
         steady = corpus(spec)
         take(steady, 5)
@@ -204,8 +204,8 @@ class TestResume:
         assert other.part == 2
         assert torch.equal(take(other, 1), expected)
 
-    @pytest.mark.usefixtures("small_shelves")
-    def test_a_peer_that_takes_a_part_over_starts_at_the_shelf_of_its_position(
+    @pytest.mark.usefixtures("small_buffers")
+    def test_a_peer_that_takes_a_part_over_starts_at_the_buffer_of_its_position(
         self, spec: DataSpec
     ) -> None:
         steady = corpus(spec, part=1)

@@ -73,7 +73,7 @@ class TestPlaces:
     def test_what_follows_a_resume_is_the_same_to_the_bit(
         self, mixture: DataSpec, before: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(data, "SHELF_TOKENS", 700)
+        monkeypatch.setattr(data, "BUFFER_TOKENS", 700)
         steady = corpus(mixture, part=1)
         take(steady, before)
         resumed = corpus(mixture)

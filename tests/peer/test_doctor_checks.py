@@ -4,8 +4,10 @@ it is not.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from dilocox.dht.errors import DilocoxError, EnvironmentFault, InvalidInput
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_revisions import in_state
+from dilocox.dht.records import ClaimRecord, stage_key
 from dilocox.peer.commands.doctor_checks import (
     DeviceFacts,
     ExchangeFacts,
@@ -37,8 +40,12 @@ from dilocox.peer.commands.doctor_checks import (
     stage_check,
     version_check,
 )
+from dilocox.peer.commands.doctor_swarm import SwarmFacts
 from dilocox.peer.memory_and_disk import Check, DiskNeeds, disk_check, size
 from dilocox.peer.state_folder import StateFolder
+from tests.peer import fabricated
+from tests.peer.fabricated import claim_record, stage_record
+from tests.peer.memory_swarm import MemorySwarm
 
 GB, MB = 10**9, 2**20
 PEER = "12D3KooWEXWcUQWJ6amCxHKtPFrcNxgepcmy7YXo7tirWjgiJ9Fr"
@@ -260,3 +267,37 @@ def test_a_key_is_the_peers_id_and_one_that_others_can_read_is_a_failure(tmp_pat
     folder.identity.chmod(0o644)
     check, peer = key_check(folder)
     assert (check.status, "chmod 600" in check.remedy, peer) == ("failed", True, "")
+
+
+# ---- how far the run is --------------------------------------------------------------------------
+def share_trained(
+    claims: Mapping[str, ClaimRecord], manifest: Manifest, *, hosts: tuple[str, ...], witness: str
+) -> float:
+    place: Any = MemorySwarm().place(manifest, lambda _: claims)
+    place.witness = witness
+    hosted = {stage_key(fabricated.RUN, 0): {host: stage_record() for host in hosts}}
+    place.swarm.read_many = lambda keys, _: {key: hosted.get(key, {}) for key in keys}
+    invite: Any = type("Invite", (), {"peer_ids": ()})
+    return SwarmFacts(place, invite, "").trained
+
+
+def test_a_strangers_claim_ends_no_run() -> None:
+    manifest = fabricated.manifest_of(1)
+    whole = manifest.end_tokens
+    claims = {f"peer{number}": claim_record(4, "four", whole // 4) for number in range(3)}
+    claims["stranger"] = claim_record(900, "nine", 2 * whole)
+    hosts = ("peer0", "peer1", "peer2")
+    assert share_trained(claims, manifest, hosts=hosts, witness="boot") == 0.25
+    assert share_trained(claims, manifest, hosts=(*hosts, "stranger"), witness="boot") == 0.25
+    claims["boot"] = claim_record(5, "five", whole // 2)
+    assert share_trained(claims, manifest, hosts=("stranger",), witness="boot") == 0.5
+    assert share_trained({}, manifest, hosts=hosts, witness="boot") == 0.0
+
+
+def test_a_claim_from_before_a_rollback_ends_no_run() -> None:
+    manifest = fabricated.manifest_of(1)
+    went_back = replace(manifest.operation, revision=2, rules=2, rollbacks=((2, 3),))
+    claims = {"old": claim_record(9, "nine", manifest.end_tokens)}
+    assert share_trained(claims, manifest, hosts=("old",), witness="") == 1.0
+    manifest = replace(manifest, operation=went_back)
+    assert share_trained(claims, manifest, hosts=("old",), witness="") == 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import socket
@@ -10,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import Manifest, preset_names
 from dilocox.peer.commands.init import machines_of, run_init_command, token_count
 from dilocox.peer.commands.operate import checked_manifest
 from dilocox.peer.options import InitOptions
+from dilocox.peer.process import sizes
 from tests.peer.commands import error_line, run_here, write_manifest
 
 
@@ -24,6 +27,12 @@ def written(folder: Path, **given: Any) -> Manifest:
     file = folder / "run.yaml"
     assert run_init_command(InitOptions(file=file, yes=True, **given)) == 0
     return Manifest.load(file)
+
+
+@pytest.fixture
+def unsized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the table of sizes: a second for a small model, a minute for the largest."""
+    monkeypatch.setattr(sizes, "print_sizes", lambda _: None)
 
 
 def everything_in(folder: Path) -> set[str]:
@@ -46,6 +55,36 @@ def test_the_defaults_make_a_file_that_the_check_passes(
     lines = (tmp_path / "run.yaml").read_text().splitlines()
     fields = [line for line in lines if ": " in line.partition("#")[0]]
     assert len(fields) > 12 and sum("#" in line for line in fields) > 9, "a word on each choice"
+
+
+def test_the_sizes_of_a_large_run_are_whole_at_80_columns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from dilocox.peer.process import sizes
+
+    stages, told = 24, io.StringIO()
+    layers = {"model_type": "llama", "vocab_size": 384, "num_hidden_layers": stages}
+    large = ["12 of 24", "1037.0", "123.4", "123.4 + 45.6", "1234.5", "1010.25", "10.90 / 40.10"]
+    monkeypatch.setattr(sizes, "row", lambda *_: large)
+    monkeypatch.setattr(sizes, "wide_console", lambda: Console(width=80, file=told))
+    facts = {"name": "x" * 64, "model": layers, "stages": stages, "end_tokens": 10**7}
+    sizes.print_sizes(Manifest.from_dict(facts))
+    lines = told.getvalue().splitlines()
+    assert [line for line in lines if all(cell in line for cell in large)] == lines[-3:]
+    assert "…" not in told.getvalue() and max(map(len, lines)) <= 80
+
+
+def test_the_name_of_a_volunteer_is_not_that_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DILOCOX_NAME", "Ada's laptop")
+    assert run_here(monkeypatch, "init", "--yes", "--model", "tiny") == 0
+    assert Manifest.load(tmp_path / "run.yaml").name == "my-run"
+    (tmp_path / "run.yaml").unlink()
+    monkeypatch.setenv("DILOCOX_RUN_NAME", "tales")
+    assert run_here(monkeypatch, "init", "--yes", "--model", "tiny") == 0
+    assert Manifest.load(tmp_path / "run.yaml").name == "tales"
 
 
 def test_a_file_that_is_there_is_never_overwritten(tmp_path: Path) -> None:
@@ -96,9 +135,8 @@ def test_what_follows_from_the_answers(tmp_path: Path) -> None:
     assert manifest.deadlines.exchange_s > 30 and manifest.deadlines.exchange_s % 1 == 0
 
 
-def test_a_model_is_cut_into_as_few_stages_as_fit_the_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("unsized")
+def test_a_model_is_cut_into_as_few_stages_as_fit_the_memory(tmp_path: Path) -> None:
     roomy = written(tmp_path, model="small", machines="4x8GB@20", tokens="1e8")
     assert roomy.stages == 1
     tight = tmp_path / "tight"
@@ -111,13 +149,9 @@ def test_a_model_is_cut_into_as_few_stages_as_fit_the_memory(
         run_init_command(other)
 
 
+@pytest.mark.usefixtures("unsized")
 @pytest.mark.parametrize("name", preset_names())
-def test_the_text_says_the_same_as_the_plan(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from dilocox.peer.process import sizes
-
-    monkeypatch.setattr(sizes, "print_sizes", lambda _: None)  # it takes a minute for the largest
+def test_the_text_says_the_same_as_the_plan(name: str, tmp_path: Path) -> None:
     manifest = written(tmp_path, model=name, stages=2, name="1e5", tokens="30B")
     preset = Manifest.from_dict(
         {"name": "1e5", "model": name, "stages": 2, "end_tokens": 3 * 10**10}
@@ -129,6 +163,7 @@ def test_the_text_says_the_same_as_the_plan(
     assert manifest.inner.warmup_tokens == (preset.inner.warmup_tokens or 3 * 10**8)
 
 
+@pytest.mark.usefixtures("unsized")
 def test_data_are_found_here_or_on_the_hub_or_refused(tmp_path: Path) -> None:
     texts = tmp_path / "texts: a [few]"
     texts.mkdir()

@@ -140,7 +140,7 @@ def test_records_in_a_row_are_merged_one_after_the_other(loop: Loop) -> None:
 # ---- the buffers, while the averaging process has them -------------------------------------------
 def lend(loop: Loop) -> None:
     loop.learner.between_steps()  # now an inner step may be computed
-    assert loop.fake.events.loan.take()
+    assert loop.fake.events.lease.take()
 
 
 def test_while_a_record_moves_the_anchor_nothing_stands_on_it(tmp_path: Path) -> None:
@@ -166,11 +166,11 @@ def test_under_round_end_the_anchor_is_lent_at_the_end_and_not_for_the_whole_rou
     loop = loop_with(tmp_path, apply="round_end")
     loop.train()
     loop.learner.between_steps()
-    assert not loop.fake.events.loan.take()
+    assert not loop.fake.events.lease.take()
     taken = list[bool]()
 
     def apply() -> None:
-        taken.append(loop.fake.events.loan.take())
+        taken.append(loop.fake.events.lease.take())
         loop.fake.events.put(loop.committed(0, 0.1))
         loop.fake.applying = False
 
@@ -201,19 +201,19 @@ def test_weights_that_are_not_finite_wait_for_the_anchor_too(loop: Loop) -> None
 
 
 def test_the_anchor_is_not_lent_while_the_loop_uses_it(loop: Loop) -> None:
-    loan, taken = loop.fake.events.loan, list[bool]()
-    assert not loan.take(), "before the first step"
+    lease, taken = loop.fake.events.lease, list[bool]()
+    assert not lease.take(), "before the first step"
     loop.train()
-    loop.fake.on_submit = lambda: taken.append(loan.take())
+    loop.fake.on_submit = lambda: taken.append(lease.take())
     end_round(loop, 1)  # a send
     assert loop.learner.hold()
     for _ in range(2):  # batches of a validation, on one anchor
         with loop.learner.in_place():
-            taken.append(loan.take())
-        taken.append(loan.take())
+            taken.append(lease.take())
+        taken.append(lease.take())
     assert not any(taken) and len(taken) == 5
     loop.learner.between_steps()
-    assert loan.take()
+    assert lease.take()
     with pytest.raises(RuntimeError, match="hold it first"), loop.learner.in_place():
         pass
 

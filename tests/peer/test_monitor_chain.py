@@ -239,6 +239,14 @@ def test_the_record_that_most_peers_claim_is_followed() -> None:
     assert followed(claims) == "five"
 
 
+def test_no_number_of_peer_ids_moves_the_page_off_the_chain_of_the_operators_archive() -> None:
+    claims = {f"free{number}": claim_record(900, "nine", 9_000_000) for number in range(5)}
+    claims[BOOT] = claim_record(4, "four", 40)
+    assert followed(claims, BOOT) == "four"
+    claims[BOOT] = claim_record(-1, "root")  # it has no record yet
+    assert followed(claims, BOOT) == "nine"
+
+
 def test_bootstraps_are_asked_first_then_those_that_can_be_dialled() -> None:
     claims = {
         "hidden": claim_record(4, "four"),

@@ -23,8 +23,8 @@ from dilocox.peer.training.report import (
     LoopMeter,
     Reporter,
     RoundReport,
+    event_in_words,
     gave_sentence,
-    happening_in_words,
 )
 from dilocox.pipeline.messages import Stepped
 from tests.peer.members import template
@@ -365,7 +365,7 @@ def test_an_event_of_a_replica_reads_as_a_sentence() -> None:
         ("replica", "this peer trains, and needs no other for that"): {"members": [one]},
     }
     for (kind, words), facts in said.items():
-        assert happening_in_words(kind, facts) == words
+        assert event_in_words(kind, facts) == words
 
 
 def test_the_status_is_written_about_once_a_second(tmp_path: Path) -> None:

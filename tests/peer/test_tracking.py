@@ -108,12 +108,12 @@ def test_a_missing_wandb_is_one_line_with_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracking, "find_spec", lambda name: None)
-    with pytest.raises(InvalidInput, match=r"pip install 'dilocox\[wandb\]'"):
+    with pytest.raises(InvalidInput, match=r"pip install 'dilocox\[tracking\]'"):
         Wandb(tmp_path, RUN)
 
 
 def test_wandbs_offline_files_have_each_round_once_also_after_a_restart(tmp_path: Path) -> None:
-    pytest.importorskip("wandb", reason="wandb is an extra that is not installed")
+    pytest.importorskip("wandb")
     history = begun()
     for count in (7, 10):
         tracker = Tracker(tmp_path, RUN, Wandb(tmp_path, RUN))

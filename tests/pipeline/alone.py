@@ -11,7 +11,7 @@ from dilocox.pipeline.activation_codec import tensor_frame
 from dilocox.pipeline.frames import Frame
 from dilocox.pipeline.link import Arrived, LinkFacts, LinkKey
 from dilocox.pipeline.member import Member
-from dilocox.pipeline.messages import Go, Happening, StageReport, Stepped, Totals
+from dilocox.pipeline.messages import Go, MemberEvent, StageReport, Stepped, Totals
 from dilocox.pipeline.reservation import Assignment
 from tests.pipeline.chains import batches
 from tests.pipeline.peers import TINY, Peer, Plan
@@ -82,11 +82,11 @@ class Alone:
         stage = self.peer.stage
         return LinkKey("p0", epoch, stage - 1 if side == "upper" else stage, side)
 
-    def hear(self, side: str, kind: str, step: int = 0, **fields: Any) -> Happening | None:
+    def hear(self, side: str, kind: str, step: int = 0, **fields: Any) -> MemberEvent | None:
         frame = Frame(kind=kind, replica="p0", epoch=1, step=step, **fields)
         return self.member.handle(Arrived(self.key(side), frame))
 
-    def forward(self, microbatch: int = 0, step: int = 0, **facts: object) -> Happening | None:
+    def forward(self, microbatch: int = 0, step: int = 0, **facts: object) -> MemberEvent | None:
         frame = Frame(
             kind="forward",
             replica="p0",
@@ -100,7 +100,7 @@ class Alone:
         made = tensor_frame(frame, "fp32", torch.randn(SHAPE), BATCH[microbatch % 2])
         return self.member.handle(Arrived(self.key("upper"), made))
 
-    def gradient(self, microbatch: int = 0, step: int = 0) -> Happening | None:
+    def gradient(self, microbatch: int = 0, step: int = 0) -> MemberEvent | None:
         frame = Frame(kind="gradient", replica="p0", epoch=1, step=step, microbatch=microbatch)
         made = tensor_frame(frame, "fp32", torch.ones(SHAPE))
         return self.member.handle(Arrived(self.key("lower"), made))

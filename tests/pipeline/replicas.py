@@ -182,10 +182,10 @@ class Swarm:
 
     def act(self) -> bool:
         """Let something happen, whatever the dice say; False if nothing can."""
-        happenings = self.wires.events()
-        happenings += [peer.turn for peer in self.alive if peer.stage > 0 and not peer.busy]
-        self.wires.dice.shuffle(happenings)
-        return any(happening() is not False for happening in happenings)
+        events = self.wires.events()
+        events += [peer.turn for peer in self.alive if peer.stage > 0 and not peer.busy]
+        self.wires.dice.shuffle(events)
+        return any(event() is not False for event in events)
 
     def settle(self) -> None:
         """Until nothing can happen without time passing."""

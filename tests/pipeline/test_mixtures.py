@@ -50,8 +50,7 @@ def spans(config: Config, num_stages: int) -> list[range]:
     return [range(plan.start, plan.stop) for plan in plan_stages(config, num_stages)]
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize(("num_stages", "recompute"), [(1, False), (2, False), (2, True)])
 def test_each_stages_auxiliary_loss_is_in_its_backward(
     mixture_config: Config, num_stages: int, recompute: bool
 ) -> None:

@@ -3,8 +3,8 @@
 A corpus reads one data part at a time for as long as it is asked: at the part's end the next epoch
 begins, in another order. The order depends on the run's seed, the part and the epoch alone.
 
-Documents are tokenized, joined with the end-of-text id and gathered in a **buffer** of a quarter of a
-million tokens; the buffer is cut into windows and these are shuffled. So a microbatch mixes
+Documents are tokenized, joined with the end-of-text id and gathered in a **buffer** of a quarter of
+a million tokens; the buffer is cut into windows and these are shuffled. So a microbatch mixes
 documents, and yet a position is exact and small: where in the files the buffer began and how many
 of its windows were used. (A shuffle buffer of `datasets` forgets its contents on resume.)
 Neighbouring windows share one token, so that every token of a buffer is predicted once; tokens

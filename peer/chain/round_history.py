@@ -208,8 +208,7 @@ class RoundHistory:
         """What peers say of themselves; of those in no record nothing is kept."""
         with self._lock:
             for peer in told.keys() & self._named.keys():
-                stated = Named.of(peer, told[peer])
-                if stated != self._named[peer]:
+                if (stated := Named.of(peer, told[peer])) != self._named[peer]:
                     self._named[peer] = stated
                     self._write(stated)
 

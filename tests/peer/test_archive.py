@@ -747,7 +747,7 @@ def test_no_fault_of_the_archive_leaves_its_tick(
 
     kept = of_bootstrap()
     kept.tick()
-    assert "p2pd is not to be had" in caplog.text
+    assert "p2pd cannot be reached" in caplog.text
     caplog.clear()
     kept.tick()
     assert not caplog.text  # it waits before it tries again

@@ -6,39 +6,30 @@ import asyncio
 import contextlib
 import io
 import os
-import shutil
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from hivemind.p2p import P2P
 from torch import Tensor
 
-from dilocox.dht import bootstrap_node
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.records import ClaimRecord
-from dilocox.dht.rpc import PeerBusy, chunk_of, pack, unpack
-from dilocox.peer.chain import archive_keeper
-from dilocox.peer.chain.archive import Generation, StageArchive
-from dilocox.peer.chain.archive_keeper import Archive, ArchiveService, Keeper
+from dilocox.dht.rpc import PeerBusy
+from dilocox.peer.chain.archive import StageArchive
 from dilocox.peer.chain.chain_client import ChainClient, NoState, keep_right_chunks
 from dilocox.peer.chain.record_check import RecordCheck
-from dilocox.peer.chain.replay import Replayed, replay
 from dilocox.peer.chain.snapshot_files import STATE_CHUNK_BYTES, STATE_FILE, state_sha256
-from dilocox.peer.chain.store import OLDER_NAME, RoundLog, kept_run
+from dilocox.peer.chain.store import RoundLog
 from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.chain.uploads import Source
-from dilocox.peer.rounds.outer_step import OuterStep, anchor_sha256
+from dilocox.peer.rounds.outer_step import OuterStep
 from dilocox.pipeline.stage import build_stage, flatten_parameters, stage_layout
 from tests.peer.kept_chains import MODEL, RUN, ChainMaker
 from tests.peer.memory_swarm import MemorySwarm, on_any_chain
@@ -197,7 +188,7 @@ def test_the_history_gets_each_record_once_also_those_before_the_newest_state(
         kept.look(donor)
         known = {each.digest[:16] for each in told}
         told += kept.archive.rounds_since(known, 99)
-        (newest, claim) = told[-1], donor.claim()
+        newest, claim = told[-1], donor.claim()
         facts = ("round", "digest", "tokens", "chain_tokens", "record_bytes", "rules")
         assert all(getattr(newest, name) == getattr(claim, name) for name in facts)
         assert [peer for peer, _ in newest.contributors] == [donor.peer]
@@ -509,337 +500,3 @@ def test_a_broken_download_goes_on_after_a_restart_from_its_last_right_chunk(
     kept.swarm.finds[donor.peer] = breaking
     assert kept.look(donor) is not None
     assert offsets == [0, STATE_CHUNK_BYTES]
-
-
-# ---- the history ---------------------------------------------------------------------------------
-def of_run(folder: Path) -> Path:
-    """The folder of stage 0 in a bootstrap's state folder."""
-    return folder / f"{'0' * 32}-archive-{'a' * 16}" / "stage0"
-
-
-def history(folder: Path) -> Replayed:
-    """What a replay of all that is kept finds."""
-    chain = kept_run(folder).stages[0]
-    return replay(MANIFEST, RUN, 0, chain.records, chain.states)
-
-
-def through_generations(kept: Kept, donor: ChainMaker, *rounds: int) -> None:
-    """Train and let the archive follow; the donor writes a snapshot every other round."""
-    for number in rounds:
-        donor.train(number)
-        if number % 2:
-            donor.snapshot()
-        kept.look(donor)
-
-
-def test_the_whole_run_can_be_replayed_after_many_generations_and_restarts(
-    donor: ChainMaker, tmp_path: Path
-) -> None:
-    kept = Kept(of_run(tmp_path), donor)
-    through_generations(kept, donor, *range(8))
-    assert kept.state_round > 2
-    kept = Kept(of_run(tmp_path), donor)
-    through_generations(kept, donor, *range(8, 12))
-    assert kept.generations[0] > "00000002"
-    found = history(tmp_path)
-    assert (found.flaws, found.replayed) == ((), tuple(range(12)))
-    assert found.anchor_sha256 == anchor_sha256(donor.anchor)
-    assert found.confirmed
-
-
-def test_a_restart_before_a_new_generation_took_over_keeps_the_whole_history(
-    donor: ChainMaker, tmp_path: Path
-) -> None:
-    kept = Kept(of_run(tmp_path), donor)
-    through_generations(kept, donor, *range(8))
-    (current,) = Generation.kept(kept.folder, CHECK)
-    assert current.state_round > 0 and current.head.round == 7
-    file = tmp_path / "moved"
-    shutil.copyfile(donor.snapshot() / STATE_FILE, file)
-    data, certificate = donor.log.read_bytes(7), donor.log.certificate(7)
-    assert data is not None and certificate is not None
-    state = file, data, certificate
-    Generation.begun(kept.folder, current.number + 1, CHECK, state, before=current)
-    Kept(of_run(tmp_path), donor)
-    found = history(tmp_path)
-    assert (found.flaws, found.replayed) == ((), tuple(range(8)))
-
-
-def test_older_records_are_given_to_who_asks_for_them_and_to_nobody_else(
-    donor: ChainMaker, tmp_path: Path
-) -> None:
-    kept = Kept(of_run(tmp_path), donor)
-    through_generations(kept, donor, *range(8))
-    digest = donor.log.entries()[0].digest
-    for what, due in (
-        ("record", donor.log.read_bytes(0)),
-        ("certificate", donor.log.certificate(0)),
-    ):
-        want = {"what": what, "digest": digest}
-        assert kept.archive.find(want) is None  # a peer that is so far behind takes the state
-        found = kept.archive.find(want | {"older": True})
-        assert found is not None and found.file.read() == due
-
-
-def test_older_records_make_room_when_they_are_too_many(donor: ChainMaker, tmp_path: Path) -> None:
-    kept = Kept(of_run(tmp_path), donor, keep_bytes=1)
-    through_generations(kept, donor, *range(12))
-    found = history(tmp_path)
-    state = kept.state_round
-    assert found.flaws == ()
-    assert found.checked == tuple(range(state - 4, 12))
-    assert found.replayed == tuple(range(state + 1, 12))
-
-
-def test_a_chain_that_lost_leaves_nothing_in_the_history(
-    identities: list[Identity], tmp_path: Path
-) -> None:
-    ours, theirs = (maker(each, tmp_path / each.peer_id) for each in identities[:2])
-    kept = Kept(of_run(tmp_path), ours, theirs)
-    through_generations(kept, ours, *range(6))
-    assert kept.state_round > 0
-    for number in range(0, 20, 2):
-        theirs.train(number)
-    kept.look(theirs, times=2)
-    found = history(tmp_path)
-    assert (found.flaws, found.replayed) == ((), tuple(range(0, 20, 2)))
-    assert found.anchor_sha256 == anchor_sha256(theirs.anchor)
-
-
-def test_a_history_that_does_not_lead_to_what_a_restart_finds_is_emptied(
-    donor: ChainMaker, tmp_path: Path
-) -> None:
-    kept = Kept(of_run(tmp_path), donor)
-    through_generations(kept, donor, *range(4))
-    older, before = of_run(tmp_path) / OLDER_NAME, tmp_path / "before"
-    shutil.copytree(older, before)
-    through_generations(kept, donor, *range(4, 8))
-    shutil.rmtree(older)
-    shutil.copytree(before, older)
-    number = 8
-    Kept(of_run(tmp_path), donor)
-    found = history(tmp_path)
-    assert (found.flaws, found.checked[-1]) == ((), number - 1)
-    assert found.replayed == found.checked[1:]
-
-
-def test_where_records_are_missing_in_between_the_history_begins_anew(
-    donor: ChainMaker, tmp_path: Path
-) -> None:
-    kept = Kept(of_run(tmp_path), donor)
-    through_generations(kept, donor, *range(6))
-    for number in range(6, 12):
-        donor.train(number)
-    donor.snapshot()
-    donor.train(12)
-    donor.log.prune(keep=2)
-    kept.look(donor, times=2)
-    found = history(tmp_path)
-    assert (found.flaws, found.checked, found.replayed) == ((), (11, 12), (12,))
-
-
-def test_a_crash_while_records_move_to_the_history_costs_none(
-    donor: ChainMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept = Kept(of_run(tmp_path), donor)
-    through_generations(kept, donor, *range(4))
-
-    def crash(_: Generation) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Generation, "remove", crash)
-        with pytest.raises(KeyboardInterrupt):
-            through_generations(kept, donor, *range(4, 8))
-    assert len(kept.generations) == 2
-    assert history(tmp_path).flaws == ()
-    again = Kept(of_run(tmp_path), donor)
-    through_generations(again, donor, 8, 9)
-    found = history(tmp_path)
-    assert (found.flaws, found.replayed) == ((), found.checked)
-    assert found.checked[0] == 0
-    assert found.anchor_sha256 == anchor_sha256(donor.anchor)
-
-
-def test_the_service_answers_as_an_averager_does(donor: ChainMaker, tmp_path: Path) -> None:
-    donor.train(0)
-    donor.train(1)
-    donor.snapshot()
-    kept = Kept(tmp_path / "kept", donor)
-    kept.look(donor)
-
-    async def find(want: dict[str, Any]) -> Source | None:
-        return kept.archive.find(want)
-
-    served, refused = Counter[str](), Counter[str]()
-
-    async def asked(want: dict[str, Any]) -> list[Any]:
-        service = ArchiveService(find, served, refused)
-        peer: Any = SimpleNamespace(remote_id=donor.peer)
-        return [each async for each in service.rpc_get(pack(want), peer)]
-
-    digest = donor.log.head().digest
-    facts, *chunks = asyncio.run(asked({"what": "record", "digest": digest}))
-    data = b"".join(chunk_of(chunk) for chunk in chunks)
-    assert data == donor.log.read_bytes(1)
-    assert (served, refused) == ({"record": len(data)}, {})
-    assert unpack(facts) == {"bytes": len(data)}
-    for nonsense in ({}, {"what": "record", "digest": "f" * 64}, {"what": "vote"}):
-        (answer,) = asyncio.run(asked(nonsense))
-        assert unpack(answer) == {}
-    assert refused == {"nonsense": 1}  # what is not kept is no fault of who asks
-    assert [name for name in dir(ArchiveService) if name.startswith("rpc_")] == ["rpc_get"]
-
-
-def test_the_bootstrap_ticks_what_runs_beside_it_and_closes_it_before_its_node(
-    monkeypatch: pytest.MonkeyPatch, identities: list[Identity]
-) -> None:
-    done: list[str] = []
-    stop = threading.Event()
-
-    class Beside:
-        def tick(self) -> None:
-            done.append("tick")
-            if len(done) == 3:
-                stop.set()
-
-        def close(self) -> None:
-            done.append("closed")
-
-    node = SimpleNamespace(
-        running=True,
-        visible_addresses=lambda: [f"/ip4/127.0.0.1/tcp/1/p2p/{identities[0].peer_id}"],
-        close=lambda: done.append("node closed"),
-    )
-    monkeypatch.setattr(bootstrap_node, "open_dht", lambda **_: node)
-    keeper = SimpleNamespace(run="0" * 32, own=True, due=False, publish=lambda _: True)
-    bootstrap_node.run_bootstrap(
-        keeper=cast("Any", keeper),
-        identity=identities[0],
-        listen=(),
-        announce=(),
-        others=(),
-        alone=True,
-        stop_event=stop,
-        on_ready=lambda _: done.clear(),
-        beside=lambda *_: Beside(),
-        look_s=0.001,
-    )
-    assert done == ["tick", "tick", "tick", "closed", "node closed"]
-
-
-def test_no_fault_of_the_archive_leaves_its_tick(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def gone(*_: object, **__: object) -> Any:
-        raise TimeoutError
-
-    def of_bootstrap() -> Archive:
-        return Archive(
-            dht=cast("Any", SimpleNamespace(run_coroutine=gone)),
-            swarm=cast("Any", None),
-            run=RUN,
-            me=ME,
-            witness=ME,
-            manifest=MANIFEST,
-            folder=tmp_path,
-        )
-
-    kept = of_bootstrap()
-    kept.tick()
-    assert "p2pd cannot be reached" in caplog.text
-    caplog.clear()
-    kept.tick()
-    assert not caplog.text  # it waits before it tries again
-    monkeypatch.setattr(archive_keeper, "daemon_address", lambda *_: f"/unix/{os.devnull}")
-    kept = of_bootstrap()
-    kept.tick()
-    assert "did not start" in caplog.text
-    kept.close()
-
-
-class OpenedStages:
-    """In place of the stages' archives: under which rules each was opened, who has been closed."""
-
-    def __init__(self) -> None:
-        self.opened: list[tuple[int, int | None]] = []  # stage, the rules' end of the run
-        self.closed: list[int] = []
-        self.may_open = threading.Event()
-        self.may_open.set()
-
-    def open(self, folder: Path, *, check: RecordCheck, **_: object) -> Any:
-        self.opened.append((check.stage, check.manifest.end_tokens))
-        assert self.may_open.wait(10)
-
-        async def tend(claims: object) -> None:
-            pass
-
-        async def close() -> None:
-            self.closed.append(check.stage)
-            if check.stage == 0:
-                raise RuntimeError("of closing")
-
-        return SimpleNamespace(tend=tend, close=close, claim=None, round=7)
-
-
-@pytest.fixture
-def stages(monkeypatch: pytest.MonkeyPatch) -> OpenedStages:
-    stages = OpenedStages()
-    monkeypatch.setattr(archive_keeper, "StageArchive", stages.open)
-    return stages
-
-
-def while_it_keeps(folder: Path, test: Callable[[Keeper], None]) -> None:
-    """Run the test beside a keeper of two stages that are on the disk, with a p2pd of its own."""
-    for stage in range(2):
-        (folder / f"stage{stage}").mkdir()
-    keeper = Keeper(RUN, ME, ME, replace(MANIFEST, stages=2), folder)
-
-    async def run() -> None:
-        p2p = await P2P.create(startup_timeout=60)
-        try:
-            await asyncio.to_thread(keeper.start, p2p.daemon_listen_maddr)
-            await asyncio.to_thread(test, keeper)
-        finally:
-            await asyncio.to_thread(keeper.close)
-            await p2p.shutdown()
-
-    asyncio.run(run())
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def test_new_rules_move_no_folder_in_which_a_thread_still_works(
-    tmp_path: Path, stages: OpenedStages
-) -> None:
-    before, after = [(0, 1000), (1, 1000)], [(0, 1), (1, 1)]
-
-    def revised(keeper: Keeper) -> None:
-        wait_until(lambda: sorted(stages.opened) == before)
-        keeper.revise(replace(MANIFEST, stages=2, end_tokens=1))
-        time.sleep(0.2)
-        assert sorted(stages.opened) == before, "both are still being opened under the old rules"
-        stages.may_open.set()
-        wait_until(lambda: sorted(stages.opened[2:]) == after)
-
-    stages.may_open.clear()
-    while_it_keeps(tmp_path, revised)
-
-
-def test_a_stage_that_cannot_be_put_down_holds_up_no_new_rules(
-    tmp_path: Path, stages: OpenedStages, caplog: pytest.LogCaptureFixture
-) -> None:
-    def revised(keeper: Keeper) -> None:
-        wait_until(lambda: keeper.rounds == {0: 7, 1: 7})
-        for end_tokens in (1, 2):
-            keeper.revise(replace(MANIFEST, stages=2, end_tokens=end_tokens))
-        wait_until(lambda: sorted(stages.opened[-2:]) == [(0, 2), (1, 2)])
-
-    while_it_keeps(tmp_path, revised)
-    assert {0, 1} <= set(stages.closed)
-    assert "archive of stage 0: " in caplog.text and "of closing" in caplog.text

@@ -24,13 +24,17 @@ BACK, LINE, TEXT, SOFT, ACCENT = "#12161b", "#2c3540", "#e6eaef", "#98a4b2", "#6
 
 def card_svg(run: str, row: Mapping[str, Any], contributors: int) -> bytes:
     """The image: the run's name, a row of `SwarmHistory.contributions`, and how many there are."""
-    short, share = row["id"][-6:], row["share"]
+    short, share, hours = row["id"][-6:], row["share"], row["hours"]
     day = datetime.fromtimestamp(row["since"] or 0, timezone.utc)
     seen = f"seen since {day.day} {day:%b %Y}" if row["since"] else ""
     figures = (
         (spoken(row["tokens"]), "tokens in", "committed rounds"),
         ("<0.1%" if share < 0.001 else f"{share:.1%}", "of all that", "peers gave"),
-        (spoken(row["hours"]), "hours of", "training"),
+        (
+            spoken(hours if hours >= 1 else 60 * hours),
+            "hours of" if hours >= 1 else "minutes of",
+            "training",
+        ),
         (f"#{row['rank']:,}", f"of {contributors:,}", "contributors"),
     )
     lines = [
@@ -66,8 +70,7 @@ def _text(
     x: int, y: int, text: str, size: int, colour: str, *, anchor: str = "start", room: int = INNER
 ) -> str:
     """One line, smaller where it is too long; what is longer still ends where its room does."""
-    wide = sum(1 + letter.isupper() / 4 + (east_asian_width(letter) in "WF") for letter in text)
-    fitting = min(size, math.floor(room / 0.6 / max(1, wide)))  # a letter has 0.6 of its size
+    fitting = min(size, math.floor(room / max(0.6, sum(map(_width, text)))))
     left, at = (x, 0) if anchor == "start" else (x - room, room)
     weight = 400 if colour == SOFT else 600
     return (
@@ -75,3 +78,12 @@ def _text(
         f'<text x="{at}" y="{size}" font-size="{fitting}" font-weight="{weight}" fill="{colour}" '
         f'text-anchor="{anchor}">{escape(text)}</text></svg>'
     )
+
+
+def _width(letter: str) -> float:
+    """In parts of the font's size, in bold: of DejaVu Sans, the widest of the fonts."""
+    if letter in "MWmw%@…" or east_asian_width(letter) in "WF":
+        return 1.11
+    if letter in " .,:;'!|()ijlf-":
+        return 0.46
+    return 0.85 if letter.isupper() or letter in "&+=<>~#" else 0.72

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -38,6 +39,16 @@ WHOLE = 64  # of the first and of the newest rounds, each for itself
 MAX_SAMPLES = 720
 SAMPLE_S = 5.0
 MAX_REMEMBERED = 4096  # heads whose last fault is known, and peers that are known again
+
+FAULTS = {  # what a head says of a stage, in words
+    "left": "its peer of stage {0} left",
+    "closed": "the link of stage {0} broke",
+    "silent": "its peer of stage {0} went silent",
+    "missing": "its peer of stage {0} did not come",
+    "stuck": "its peer of stage {0} took nothing more",
+    "refused": "its peer of stage {0} sent what cannot be",
+}
+_FAULT = re.compile(rf"^stage (\d+) ({'|'.join(FAULTS)})$")
 
 Sample = tuple[float, float, int]  # at, tokens/s, peers
 
@@ -376,7 +387,8 @@ class SwarmHistory:
             # a fault raises the epoch, and a new replica does so without one
             if replica.last_fault and old is not None and new[1] != old[1]:
                 self.faults_total += 1
-                self._fault(look.at, f"replica {self.shown(head)}: {replica.last_fault}")
+                told = _FAULT.sub(lambda f: FAULTS[f[2]].format(f[1]), replica.last_fault)
+                self._fault(look.at, f"replica of {self.shown(head)}: {told}")
             self.last_faults[head] = new
         forget(self.last_faults, MAX_REMEMBERED)
 

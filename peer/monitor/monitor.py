@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from html import escape
 from importlib.resources import files
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ POLICY = {  # nothing is loaded, run or asked but from this server
 }
 STILL_OPEN = 10  # rounds of which a bootstrap may come to know more
 Rows = Sequence[Mapping[str, Any]]
+_OF_PEERS = re.compile(r"/card/(?P<card>\w+)\.svg|/peer/(?P<ending>\w{4,})\.json")
 MONITOR_RUNS = "another monitor uses this folder; stop it, or give this one another with --state"
 
 
@@ -87,23 +89,20 @@ class MonitorPages:
         self._alive = alive
         self._status = Page(body=b"{}")
         self._metrics = Page(body=b"")
-        self._cards: dict[str, Callable[[], bytes]] = {}
+        self._name, self._rows = "", dict[str, Mapping[str, Any]]()
         self._looked_at: float | None = None
         self._plain = replace(_asset("html", "html"), headers=POLICY)
         self._style, self._script = _asset("css", "css"), _asset("js", "javascript")
         self._page = self._plain
 
     def show(self, status: dict[str, Any], metrics: Page, rows: Rows = ()) -> None:
-        """The figures after a look. rows: of all contributors, for their cards."""
+        """The figures after a look. rows: of all contributors, for their cards and who asks."""
         text = json.dumps(status, allow_nan=False, separators=(",", ":"))
         self._status = Page(body=text.encode(), content_type="application/json")
         self._metrics = metrics
         head, plain = head_of(status).encode(), self._plain
         self._page = replace(plain, body=plain.body.replace(TITLE, head, 1))
-        self._cards = {
-            f"/card/{row['id']}.svg": partial(card_svg, status["name"], row, len(rows))
-            for row in rows
-        }
+        self._name, self._rows = status["name"], {row["id"]: row for row in rows}
         self._looked_at = time.monotonic()
 
     def pages(self) -> Pages:
@@ -119,10 +118,21 @@ class MonitorPages:
         }
 
     def answer(self, method: str, path: str, _headers: Mapping[str, str]) -> Page | None:
-        """A card, `/card/PEER_ID.svg`; None of a peer that is in no record."""
-        make = self._cards.get(path) if method in ("GET", "HEAD") else None
+        """`/card/PEER_ID.svg`, None of a peer that is in no record; and `/peer/ENDING.json`: the
+        rows of those whose id ends so, two of them at most.
+        """
+        found = _OF_PEERS.fullmatch(path) if method in ("GET", "HEAD") else None
+        if found is None:
+            return None
+        peer, rows = found["card"], self._rows
+        if peer is None:
+            told = islice((row for each, row in rows.items() if each.endswith(found["ending"])), 2)
+            return Page(body=json.dumps([*told]).encode(), content_type="application/json")
+        if peer not in rows:
+            return None
         policy = {"Content-Security-Policy": "default-src 'none'"}
-        return make and Page(body=make(), content_type="image/svg+xml", headers=policy)
+        card = card_svg(self._name, rows[peer], len(rows))
+        return Page(body=card, content_type="image/svg+xml", headers=policy)
 
     def _looks(self) -> bool:
         return self._looked_at is None or time.monotonic() - self._looked_at < LOOKS_LATE_S

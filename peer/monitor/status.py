@@ -360,6 +360,7 @@ def _stage(number: int, look: SwarmLook, history: SwarmHistory) -> dict[str, Any
         "peers": [_peer(peer, present[peer]) for peer in order[:MAX_PEERS_SHOWN]],
         "sits_out": [] if head is None else list(head.sits_out[:MAX_PEERS_SHOWN]),
         "more": max(0, len(order) - MAX_PEERS_SHOWN),
+        "spares": sum(record.state == "spare" for record in present.values()),
         "unreachable": cannot_be_reached(present),
         "rounds": chain.rounds,
         "round": None if head is None else head.round,

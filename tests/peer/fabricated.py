@@ -125,8 +125,8 @@ def walk_of(rounds: Sequence[ChainRound], *, connected: bool = True, stage: int 
 class ToldSwarm:
     """Replicas 0 to n-1, each with a peer of every stage, and spares; `look` tells them."""
 
-    def __init__(self, *, stages: int = 3, replicas: int = 2, spares: int = 1):
-        self.manifest = manifest_of(stages)
+    def __init__(self, *, stages: int = 3, replicas: int = 2, spares: int = 1, **sections: Any):
+        self.manifest = manifest_of(stages, **sections)
         self.at = NOW
         self.stages: dict[int, dict[str, StageRecord]] = {n: {} for n in range(stages)}
         self.replicas: dict[str, ReplicaRecord] = {}
@@ -141,7 +141,8 @@ class ToldSwarm:
             self.replicas[members[0]] = replica_record(members)
         for stage in range(stages):
             for number in range(spares):
-                self.stages[stage][peer_id(100 * stage + 50 + number)] = stage_record(state="spare")
+                spare = peer_id(100 * stage + max(50, replicas) + number)
+                self.stages[stage][spare] = stage_record(state="spare")
 
     def peer(self, stage: int, replica: int) -> str:
         return peer_id(100 * stage + replica)
@@ -164,20 +165,24 @@ class ToldSwarm:
     def commit(
         self,
         number: int,
-        tokens: int = 1000,
+        tokens: int | Mapping[str, int] = 1000,
         after_s: float = 5.0,
         *,
         branch: str = "",
         before: int | None = None,
         sits_out: Sequence[str] = (),
+        **facts: Any,
     ) -> None:
         """A round of every stage, by all peers that train there.
 
-        branch: other bytes of the same number. before: the round that it follows, and of branch "".
+        tokens: of each peer, or by peer. branch: other bytes of the same number. before: the round
+        that it follows, and of branch "". facts: what else its records say.
         """
         self.at += after_s
         for stage, peers in self.stages.items():
-            members = {peer: tokens for peer, told in peers.items() if told.state == "training"}
+            training = [peer for peer, told in peers.items() if told.state == "training"]
+            each = dict.fromkeys(training, tokens) if isinstance(tokens, int) else tokens
+            members = {peer: each[peer] for peer in training}
             chain = self.history.stages[stage]
             made = chain_round(
                 stage,
@@ -186,9 +191,10 @@ class ToldSwarm:
                 previous=digest(stage, before) if before is not None else None,
                 root=self.manifest.root,
                 branch=branch,
-                chain_tokens=chain.chain_tokens + tokens * len(members),
+                chain_tokens=chain.chain_tokens + sum(members.values()),
                 sits_out=sits_out,
             )
+            made = replace(made, **facts)
             self.history.walked(walk_of([made], stage=stage), self.at)
             claim = claim_record(number, made.digest, made.chain_tokens)
             self.claims[stage] = dict.fromkeys(peers, claim)

@@ -178,7 +178,7 @@ def test_a_fault_of_a_replica_is_told_once() -> None:
         swarm.replicas[head] = replace(swarm.replicas[head], last_fault="stage 2 closed", epoch=2)
         swarm.look()
     assert swarm.history.faults_total == 1
-    assert texts(swarm) == [f"replica {head[-6:]}: stage 2 closed"]
+    assert texts(swarm) == [f"replica of {head[-6:]}: the link of stage 2 broke"]
 
 
 def test_voids_are_a_mean_over_the_peers_of_a_stage() -> None:

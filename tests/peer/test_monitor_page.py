@@ -30,7 +30,7 @@ from tests.peer.fabricated import (
     stage_record,
     trained,
 )
-from tests.peer.told_pages import STATES
+from tests.peer.told_pages import DRAWN, PICTURES, STATES, WIDTHS, drawn_from
 from tests.swarm.browser import Shown, Window
 
 HTML, CSS, JS = (
@@ -203,6 +203,15 @@ def test_a_link_to_the_page_tells_the_run_without_its_script() -> None:
     assert "<img" not in html and "<title>told: training</title>" in html
 
 
+def test_the_pictures_show_the_page_as_it_is() -> None:
+    assert drawn_from() == (PICTURES / DRAWN).read_text().strip(), (
+        "the page has changed: run docs/pictures.py, and look"
+    )
+    widths = [f"{width}-{name}.webp" for width in WIDTHS for name in ("light", "dark")]
+    names = {f"{state}-{each}" for state in STATES for each in widths}
+    assert {file.name for file in PICTURES.iterdir()} == {*names, DRAWN}
+
+
 # ---- cards ---------------------------------------------------------------------------------------
 def test_the_card_of_a_peer_says_what_it_gave() -> None:
     swarm = trained(stages=1, replicas=2, spares=1)
@@ -264,13 +273,13 @@ def test_health_and_readiness_follow_the_looks(monkeypatch: pytest.MonkeyPatch) 
 
 # ---- in a browser --------------------------------------------------------------------------------
 def drawn(browser: Window, pages: MonitorPages, query: str = "", **look: Any) -> Shown:
-    with PageServer("127.0.0.1", 0, pages.pages(), option="") as server:
+    with PageServer("127.0.0.1", 0, pages.pages(), answer=pages.answer, option="") as server:
         return browser.show(f"http://127.0.0.1:{server.port}/{query}", **look)
 
 
 def drawn_state(browser: Window, state: str, query: str = "", **look: Any) -> Shown:
-    pages = MonitorPages(lambda: True)
-    pages.show(STATES[state](), Page(body=b""))
+    pages, status = MonitorPages(lambda: True), STATES[state]()
+    pages.show(status, Page(body=b""), status["contributions"])
     return drawn(browser, pages, query, **look)
 
 
@@ -360,16 +369,62 @@ def test_an_ended_run_offers_its_model_and_nobody_is_asked_to_join(browser: Wind
 
 def test_lines_end_where_the_operator_went_back(browser: Window) -> None:
     shown = drawn_state(browser, "paused")
-    assert shown.count('class="first" points') >= 2 and shown.count("back to round 31") == 1
+    assert shown.count('class="first" points') >= 2 and shown.count("<title>back to round 31<") == 1
+    assert not re.search(r'id="loss-back" hidden', shown.dom)
 
 
 def test_who_asks_for_a_peer_finds_it_marked(browser: Window) -> None:
     row = STATES["training"]()["contributions"][2]
     shown = drawn_state(browser, "training", f"?peer={row['id']}")
-    assert shown.text("you").startswith("You are number 3: ")
+    assert shown.text("you").startswith("You are number 3 of 10: ")
     assert shown.count('<tr class="you">') == 1 and shown.count('class="badge"') == 1
     assert shown.count(f"card/{row['id']}.svg") == 1
     assert len(re.findall(r'class="peer [^"]* you"', shown.dom)) == 1
+    assert drawn_state(browser, "training", f"?peer={row['id'][-6:]}").text("you") == shown.text(
+        "you"
+    )
+
+
+def test_who_is_not_among_the_first_finds_its_place_too(browser: Window) -> None:
+    swarm = trained(stages=1, replicas=70, spares=1)
+    last = swarm.seen(swarm.look()).contributions[60]
+    shown = drawn(browser, pages_of(swarm), f"?peer={last['id'][-6:]}")
+    assert shown.text("you") == "You are number 61 of 70: 4 k tokens, 1.4 % of the run."
+    assert shown.count('<tr class="you">') == 1 and shown.console == ()
+    spare = swarm.peer(0, 50)
+    shown = drawn(browser, pages_of(trained(stages=1, replicas=2, spares=1)), f"?peer={spare[-6:]}")
+    assert shown.text("you") == f"Peer {spare[-6:]} (you) is in no record yet."
+    shown = drawn(browser, pages_of(swarm), "?peer=nobody")
+    assert shown.text("you") == "No peer in view or in a record has an id that ends in nobody."
+
+
+def test_an_ending_that_two_ids_have_names_neither() -> None:
+    pages = MonitorPages(lambda: True)
+    rows = [{"id": f"{first}abcdef"} for first in "xyz"]
+    pages.show(trained().status(trained().look()), Page(body=b""), rows)
+
+    def told(path: str) -> Any:
+        page = pages.answer("GET", path, {})
+        return page and json.loads(page.body)
+
+    assert told("/peer/abcdef.json") == rows[:2] and told("/peer/yabcdef.json") == rows[1:2]
+    assert told("/peer/nobody.json") == [] and told("/peer/f.json") is None
+
+
+def test_spares_are_counted_where_not_all_peers_are_listed(browser: Window) -> None:
+    swarm = trained(stages=1, replicas=70, spares=3)
+    shown = drawn(browser, pages_of(swarm))
+    assert shown.text("note-peers") == "peers, 70 replicas, 3 spares" and ">3 spares<" in shown.dom
+
+
+def test_peers_of_one_name_in_a_stage_are_told_apart(browser: Window) -> None:
+    swarm = trained(stages=1, replicas=2, spares=1)
+    first, second = swarm.peer(0, 0), swarm.peer(0, 1)
+    for peer, record in swarm.stages[0].items():
+        swarm.stages[0][peer] = replace(record, name="Ada" if peer in (first, second) else "Ben")
+    shown = drawn(browser, pages_of(swarm))
+    assert all(f">Ada {peer[-6:]}<" in shown.dom for peer in (first, second))
+    assert ">Ben<" in shown.dom
 
 
 def test_64_replicas_of_8_stages_are_all_there(browser: Window) -> None:

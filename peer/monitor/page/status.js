@@ -4,8 +4,8 @@
 const SVG = "http://www.w3.org/2000/svg", PERIOD_MS = 3000;
 const LANES = 12;  // of more replicas each is a line of dots
 const at = id => document.getElementById(id);
-const me = new URLSearchParams(location.search).get("peer") || "";
-let last = null, heardAt = 0;
+const asked = new URLSearchParams(location.search).get("peer") || "";  // an id, or the end of one
+let me = "", last = null, heardAt = 0;
 
 function make(parent, name, attributes = {}, text = null) {
   const svg = parent.namespaceURI === SVG || name === "svg";
@@ -20,8 +20,8 @@ function fill(id, text) { const node = at(id); if (node.textContent !== text) no
 function command(node, text) {
   if (node.textContent === text) return;  // else what somebody selects is lost
   node.replaceChildren();
-  for (const part of text.split(/(--\S+ \S+|\S{40,})/))
-    make(node, "span", {class: part.startsWith("--") ? "whole" : part.length < 40 ? "" : "long"}, part);
+  for (const part of text.split(/((?:--\S+|\.) \S+|\S{40,})/))
+    make(node, "span", {class: /^(--|\. )/.test(part) ? "whole" : part.length < 40 ? "" : "long"}, part);
 }
 function show(id, shown) { at(id).hidden = !shown; }
 
@@ -47,6 +47,7 @@ function ago(seconds) {
   if (seconds < 5400) return Math.round(seconds / 60) + " min";
   return seconds < 129600 ? Math.round(seconds / 3600) + " h" : Math.round(seconds / 86400) + " d";
 }
+const lasted = hours => hours < 1 ? `${Math.round(60 * hours)} min` : `${short(hours)} h`;
 const lastSix = id => id.slice(-6);
 const roundName = round => round < 0 ? "start" : `round ${round}`;
 const capital = sentence => sentence[0].toUpperCase() + sentence.slice(1);
@@ -128,6 +129,23 @@ function pieces(points, apart) {
   });
   return found;
 }
+/* Where a label may stand beside a point: [how unwelcome, left edge, base line]. */
+function labelPlaces(x, y, wide) {
+  return [14, 20, 28, 40, 56].flatMap((gap, n) => [-4, 4 - wide, -wide / 2, 10, -wide - 10].flatMap(shift =>
+    [[n, x + shift, y + gap + 6], [n, x + shift, y - gap + 2]]));
+}
+/* How many points of these lines, one each few pixels, are in a box. */
+function hits(lines, left, right, top, bottom) {
+  let found = 0;
+  for (const line of lines) line.slice(1).forEach(([x, y], n) => {
+    const [fromX, fromY] = line[n], parts = Math.ceil(Math.hypot(x - fromX, y - fromY) / 4) || 1;
+    for (let part = 0; part <= parts; part++) {
+      const px = fromX + (x - fromX) * part / parts, py = fromY + (y - fromY) * part / parts;
+      if (px > left && px < right && py > top && py < bottom) found++;
+    }
+  });
+  return found;
+}
 /* series: {name, pieces, low, high}; options: {label, height, logX, logY, zero, least, ticks,
    readout, best, marks, whole}. Points are [x, y, ...]. */
 function chart(id, series, options) {
@@ -191,11 +209,15 @@ function chart(id, series, options) {
     if (tail) make(svg, "circle", {class: "dot " + each.name, cx: x(tail[0]), cy: y(tail[1]), r: 3.5});
   }
   if (options.best) {
-    const [a, b] = options.best, nearEnd = x(a) > width * 0.6;
+    const [a, b] = options.best, text = `best ${loss(b)}`, wide = 7.4 * text.length;
     make(svg, "circle", {class: "ring", cx: x(a), cy: y(b), r: 4});
-    const under = y(b) + 20 < height - bottom - 2;
-    make(svg, "text", {class: "best", x: Math.min(x(a) + (nearEnd ? 4 : -4), width - right),
-      y: under ? y(b) + 19 : y(b) - 12, "text-anchor": nearEnd ? "end" : "start"}, `best ${loss(b)}`);
+    const lines = series.flatMap(each => each.pieces).map(piece => piece.map(p => [x(p[0]), y(p[1])]))
+      .concat((options.marks || []).map(([v]) => [[x(v), top], [x(v), height - bottom]]));
+    const [, leftmost, base] = labelPlaces(x(a), y(b), wide)
+      .filter(([, from, at]) => from > left && from + wide <= width - right + 8 && at > top + 12 && at < height - bottom - 3)
+      .map(([far, from, at]) => [far + hits(lines, from - 3, from + wide + 3, at - 13, at + 4), from, at])
+      .reduce((one, other) => other[0] < one[0] ? other : one, [Infinity, x(a) - wide, y(b) - 12]);
+    make(svg, "text", {class: "best", x: leftmost, y: base}, text);
   }
   const cross = make(svg, "line", {class: "axis", y1: top, y2: height - bottom, visibility: "hidden"});
   svg.addEventListener("pointermove", event => {
@@ -220,14 +242,16 @@ function drawLoss(status, rounds) {
     band: rows.filter(each => known(each[low]) && known(each[high])).map(each => [x(each), each[low], each[high], each])});
   const best = bestOf(rows);
   const after = round => rows.find(each => each.round > round);
+  const marks = (status.rollbacks || []).filter(after).map(round => [x(after(round)), `back to round ${round}`]);
   show("loss-range", rows.some(each => each.high > each.low || each.trainHigh > each.trainLow));
+  show("loss-back", marks.length > 0);
   fill("loss-title", byTokens ? "Loss by tokens" : "Loss by round");
   chart("loss", [{name: "second", pieces: line("train"), ...band("trainLow", "trainHigh")},
     {name: "first", pieces: line("validation"), ...band("low", "high")}], {
     label: byTokens ? "loss by tokens" : "loss by round", empty: "no loss has been told yet",
     height: innerWidth < 560 ? 240 : 386, least: byTokens ? rows.length && x(rows[0]) / 2 : 1, logX: byTokens, logY: true,
     best: best && [x(best), best.validation],
-    marks: (status.rollbacks || []).filter(after).map(round => [x(after(round)), `back to round ${round}`]),
+    marks,
     ticks: (low, high, n, log) => (log ? logSteps : steps)(low, high, n)
       .filter(v => byTokens || Number.isInteger(v) && v >= -1)
       .map(v => [v, byTokens ? short(v) : v < 0 ? "start" : String(v)]),
@@ -250,10 +274,16 @@ function drawTimes(status, rounds) {
 
 // ---- stages and replicas --------------------------------------------------------------------------
 const color = index => `var(--s${index % 8})`;
+/* Names that several peers of a stage have: their ids stand beside them. */
+function sharedNames(stage) {
+  const names = stage.peers.map(peer => peer.name);
+  return new Set(names.filter((name, n) => name && names.indexOf(name) < n));
+}
 function drawPeer(parent, peer, sitsOut, options = {}) {
   const state = ["training", "spare", "joining"].includes(peer.state) ? peer.state : "spare";
   const node = make(parent, "span", {class: `peer ${state} id` + (peer.id === me ? " you" : "") +
     (sitsOut ? " out" : "") + (options.tiny ? " tiny" : "")}, peer.name || lastSix(peer.id));
+  if (options.shared && options.shared.has(peer.name)) node.textContent += ` ${lastSix(peer.id)}`;
   const who = peer.name ? `${peer.name} (${peer.id})` : peer.id;
   node.title = `${who}: ${peer.state}, round ${peer.round}, version ${peer.version}` +
     Object.entries(peer.figures).map(([name, value]) => `, ${name} ${percent(value)}`).join("") +
@@ -286,11 +316,12 @@ function drawStages(status) {
     if (stage.unreachable) make(card, "span", {class: "bad",
       title: "all its peers can only dial out: no two of them can average"}, "no way in");
     const free = stage.peers.filter(peer => !busy.has(peer.id));
+    if (stage.spares > free.filter(peer => peer.state === "spare").length) make(card, "span", {}, count(stage.spares, "spare"));
     if (!free.length) continue;
-    const row = make(card, "div", {class: "free"}), tiny = free.length > 6;
+    const row = make(card, "div", {class: "free"}), shared = sharedNames(stage), tiny = free.length > 6;
     for (const peer of free) {
       const sitsOut = stage.sits_out.includes(peer.id);
-      drawPeer(row, peer, sitsOut, {tiny});
+      drawPeer(row, peer, sitsOut, {tiny, shared});
       if (sitsOut && !tiny) make(row, "span", {}, "sits out");
     }
   }
@@ -303,9 +334,9 @@ function drawReplicas(status, columns, room) {
   const narrow = room < 560 && stages.length <= 8;
   box.className = lanes ? "lanes" : narrow ? "dots narrow" : "dots";
   box.style.setProperty("--columns", stages.length);
-  box.style.setProperty("--strip", `${narrow ? 54 + 12 * stages.length : 93 + Math.max(80, 16 * stages.length)}px`);
+  box.style.setProperty("--strip", `${narrow ? 58 + 12 * stages.length : 127 + Math.max(80, 16 * stages.length)}px`);
   const peers = new Map(stages.flatMap(stage => stage.peers.map(peer => [`${stage.stage} ${peer.id}`, peer])));
-  const more = status.totals.replicas - replicas.length;
+  const shared = stages.map(sharedNames), more = status.totals.replicas - replicas.length;
   fill("stages-words", !replicas.length ? "" : (lanes ? "each line is a replica: one peer of every stage"
     : "each line of dots is a replica: one peer of every stage") + "; spares stand in their stage" +
     (more > 0 ? `; ${count(more, "more replica")}` : ""));
@@ -316,14 +347,19 @@ function drawReplicas(status, columns, room) {
     const head = peers.get(`0 ${replica.head}`);
     line.title = `replica ${lastSix(replica.head)}: round ${replica.round}, inner step ` +
       `${replica.inner_step}, ${short(replica.tokens_per_s)} tokens/s, epoch ${replica.epoch}`;
-    if (!lanes) make(line, "span", {class: "label"}, (head && head.name) || lastSix(replica.head));
+    const name = (head && head.name) || "", alone = name !== "" && !shared[0].has(name);
+    if (!lanes) {
+      const label = make(line, "span", {class: "label"});
+      if (name && (alone || !narrow)) make(label, "span", {}, name);
+      if (!alone) make(label, "span", {class: "id"}, lastSix(replica.head));
+    }
     const cells = lanes ? line : make(line, "div", {class: "line"});
     stages.forEach((stage, n) => {
       const cell = make(cells, "div", {class: "cell"}), id = replica.members[n];
       const peer = peers.get(`${stage.stage} ${id}`);
       if (!peer) return;
       const sitsOut = stage.sits_out.includes(id);
-      drawPeer(cell, peer, sitsOut);
+      drawPeer(cell, peer, sitsOut, {shared: shared[n]});
       if (lanes && sitsOut) make(cell, "span", {class: "soft"}, "sits out");
     });
   });
@@ -347,7 +383,7 @@ function drawIntroduction(status, rounds) {
   fill("join-title", ended ? "Take the model home" : "Take part");
   show("take-part", !ended); show("take-home", ended);
   fill("install-words", "On a Linux machine (x86-64) with Python 3.10 to 3.13" +
-    (project ? ":" : ", in a copy of dilocox's folder:"));
+    (project ? ":" : ", in a copy of dilocox's folder, which the run's operator has:"));
   command(at("install"), project ? `pip install "dilocox @ git+${project}"` : "make install && . .venv/bin/activate");
   command(at("join"), "dilocox peer " + status.invite);
   command(at("export"), `dilocox export ${status.invite} my-model`);
@@ -376,10 +412,9 @@ function drawCalls(status) {
 }
 function drawProgress(status) {
   const {totals, health} = status, share = Math.min(1, totals.tokens / (totals.end_tokens || 1));
-  const ended = health.state === "ended", left = totals.end_tokens - totals.tokens;
+  const left = totals.end_tokens - totals.tokens;
   show("progress", totals.tokens > 0);
   at("done").style.width = 100 * share + "%";
-  at("done").className = ended ? "ended" : "";
   fill("progress-tokens", `${short(totals.tokens)} of ${short(totals.end_tokens)} tokens, ${percent(share)}`);
   at("progress-tokens").title = whole(totals.tokens) + " tokens";
   const seconds = health.state === "training" && totals.tokens_per_s > 0 ? left / totals.tokens_per_s : 0;
@@ -388,15 +423,15 @@ function drawProgress(status) {
 }
 function drawTiles(status, rounds) {
   const totals = status.totals, box = at("tiles"), best = bestOf(rounds);
-  const spares = status.stages.flatMap(stage => stage.peers).filter(p => p.state === "spare").length;
+  const spares = status.stages.reduce((sum, stage) => sum + stage.spares, 0);
   const losses = [["validation", loss(totals.validation), known(totals.validation_round)
     ? `validation, ${roundName(totals.validation_round)}` : "validation loss"],
     ["best", loss(best && best.validation), best ? `best loss, ${roundName(best.round)}` : "best loss"]];
-  const began = begunOf(status, rounds), ended = status.health.state === "ended";
+  const began = begunOf(status, rounds), {state} = status.health, ended = state === "ended";
   const until = Math.max(lastRoundAt(status, rounds), ...timesOf(status, rounds).map(row => row[0]));
   const peers = ["peers", whole(totals.peers), `${totals.peers === 1 ? "peer" : "peers"}, ` +
-    `${count(totals.replicas, "replica")}, ${count(spares, "spare")}`];
-  const tiles = ended || status.health.state === "paused" ? [
+    count(totals.replicas, "replica") + (spares ? `, ${count(spares, "spare")}` : "")];
+  const tiles = state !== "training" ? [
     ["tokens", short(totals.tokens), "tokens"], ...losses,
     ["rounds", whole(Math.max(0, ...status.stages.map(stage => stage.rounds))), "rounds"],
     ["contributors", whole(totals.contributors), `${totals.contributors === 1 ? "peer" : "peers"} contributed`],
@@ -431,10 +466,21 @@ function drawSamples(status) {
     make(text, "span", {}, each.text);
   }
 }
+/* Which peer the page's address means: of those in view or, by the monitor's answer, in a record. */
+function findMe(status, rows) {
+  const known = status.stages.flatMap(stage => stage.peers).concat(rows).map(each => each.id);
+  const ids = new Set(asked.length < 4 ? [] : known.filter(id => id.endsWith(asked)));
+  me = ids.size === 1 ? [...ids][0] : "";
+  status.mine = rows.find(row => row.id === me);
+  status.you = me && status.mine ? `You are number ${whole(status.mine.rank)} of ${whole(status.totals.contributors)}: ` +
+    `${short(status.mine.tokens)} tokens, ${percent(status.mine.share)} of the run.`
+    : me ? `Peer ${lastSix(me)} (you) is in no record yet.`
+    : ids.size ? `Several ids end in ${asked}: ask for the whole id.`
+    : asked ? `No peer in view or in a record has an id that ends in ${lastSix(asked)}.` : "";
+}
 function drawWho(line, row) {
-  const id = row.id || row.peer, cell = make(line, "td", {class: "who"});
-  // a history of names has a card for each of them
-  const who = row.id ? make(cell, "a", {href: `card/${encodeURIComponent(id)}.svg`}) : make(cell, "span");
+  const id = row.id, cell = make(line, "td", {class: "who"});
+  const who = make(cell, "a", {href: `card/${encodeURIComponent(id)}.svg`});
   if (row.name) { make(who, "span", {}, row.name + " "); make(who, "span", {class: "soft id"}, lastSix(id)); }
   else make(who, "span", {class: "id"}, lastSix(id));
   cell.title = id + (row.here === false ? ": away" : "");
@@ -443,28 +489,26 @@ function drawWho(line, row) {
   if (row.team) make(cell, "div", {class: "soft"}, row.team);
 }
 function drawContributions(status) {
-  const table = at("contributions"), rows = status.contributions, hours = rows.some(row => known(row.hours));
+  const {mine} = status, table = at("contributions"), shown = status.contributions;
+  const rows = mine && !shown.some(row => row.id === me) ? shown.concat([mine]) : shown, hours = rows.some(row => known(row.hours));
   table.replaceChildren();
   fill("contributors", rows.length ? `${count(status.totals.contributors, "peer")} so far` : "");
-  const mine = rows.findIndex(row => (row.id || row.peer) === me);
-  show("you", me !== "");
-  if (me) fill("you", mine < 0 ? `Peer ${lastSix(me)} (you) is in no record yet.`
-    : `You are number ${mine + 1}: ${short(rows[mine].tokens)} tokens, ${percent(rows[mine].share)} of the run.`);
+  show("you", status.you !== ""); fill("you", status.you);
   if (!rows.length) { make(make(table, "tr"), "td", {class: "soft"}, "none yet"); return; }
   const top = make(table, "tr"), heads = [["", ""], ["peer", ""], ["stage", "number narrow-off"], ["tokens", "number"],
-    ["share", "number"]].concat(hours ? [["hours", "number narrow-off"]] : [], [["", "wide"]]);
+    ["share", "number"]].concat(hours ? [["time", "number narrow-off"]] : [], [["", "wide"]]);
   for (const [text, name] of heads) make(top, "th", {class: name}, text);
   const most = rows[0].tokens || 1;
-  rows.forEach((row, index) => {
-    const line = make(table, "tr", index === mine ? {class: "you"} : {});
-    make(line, "td", {class: "number soft"}, String(index + 1));
+  for (const row of rows) {
+    const line = make(table, "tr", row.id === me ? {class: "you"} : {});
+    make(line, "td", {class: "number soft"}, String(row.rank));
     drawWho(line, row);
     make(line, "td", {class: "number narrow-off"}, [].concat(row.stages || []).join(", "));
     make(line, "td", {class: "number", title: whole(row.tokens)}, short(row.tokens));
     make(line, "td", {class: "number"}, percent(row.share));
-    if (hours) make(line, "td", {class: "number narrow-off"}, known(row.hours) ? short(row.hours) : "–");
+    if (hours) make(line, "td", {class: "number narrow-off"}, known(row.hours) ? lasted(row.hours) : "–");
     make(make(line, "td", {class: "wide"}), "span", {class: "bar"}).style.width = 100 * row.tokens / most + "%";
-  });
+  }
 }
 function drawTeams(status) {
   const rows = (status.teams || []).filter(row => row.team), table = at("teams");
@@ -540,8 +584,9 @@ async function look() {
   setTimeout(look, PERIOD_MS);
   let status = {};
   try {
-    const answer = await fetch("status.json", {cache: "no-store"});
-    status = await answer.json();
+    const get = async path => (await fetch(path, {cache: "no-store"})).json();
+    status = await get("status.json");
+    if (status.run) findMe(status, /^\w{4,}$/.test(asked) ? await get(`peer/${asked}.json`) : []);
     show("lost", false);
   } catch (error) {
     fill("lost", "The monitor does not answer" +

@@ -77,7 +77,11 @@ def counted_claims(place: Joined, stage: int) -> dict[str, ClaimRecord]:
 
     def order(item: tuple[str, ClaimRecord]) -> tuple[object, ...]:
         peer, claim = item
-        believed = vouched is not None and claim.digest == vouched.digest
+        # with its tokens: who copies the digest alone could say that the run has ended
+        believed = vouched is not None and (claim.digest, claim.chain_tokens) == (
+            vouched.digest,
+            vouched.chain_tokens,
+        )
         # of those the others first: a bootstrap's line is everybody's
         return (not believed, peer == place.witness, -claim.chain_tokens, -claim.round, peer)
 

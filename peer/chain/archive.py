@@ -55,13 +55,13 @@ from dilocox.peer.chain.store import (
     INITIAL_NAME,
     OLDER_NAME,
     TOKENIZER_NAME,
-    Entry,
     KeptState,
     RoundLog,
     Store,
     Tip,
     kept_state,
 )
+from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.chain.uploads import Source, find_in_log, open_state
 from dilocox.peer.rounds.ballots import check_certificate
 from dilocox.peer.rounds.outer_step import outer_step
@@ -342,18 +342,18 @@ class StageArchive:
             case _:
                 return None
 
-    def rounds_since(self, known: Collection[str], most: int) -> list[ClaimRecord]:
+    def rounds_since(self, known: Collection[str], most: int) -> list[ChainRound]:
         """The records of the chain from after those that are known, by the beginnings of their
         digests; oldest first, the newest ones where they are too many. Reads all their headers.
         """
         entries = [*self._current.log.entries()[::-1], *self._older.records.entries()[::-1]]
-        found: dict[int, ClaimRecord] = {}
+        found: dict[int, ChainRound] = {}
         for entry in entries:
             if len(found) == most or any(each and entry.digest.startswith(each) for each in known):
                 break
             header = entry.header()
             if header is not None:  # else it has just moved
-                found[entry.round] = _claim_of(entry, header)
+                found[entry.round] = ChainRound.of(header, entry.digest, entry.record_bytes)
         return [found[number] for number in sorted(found)]
 
     async def tend(self, claims: Mapping[str, ClaimRecord]) -> None:
@@ -571,21 +571,19 @@ class StageArchive:
     # ---- telling ---------------------------------------------------------------------------------
     def _own_claim(self) -> ClaimRecord | None:
         head, last = self._current.head, self._current.last
-        return None if last is None else _claim_of(head, last)
+        if last is None:
+            return None
+        return ClaimRecord(
+            round=head.round,
+            digest=head.digest,
+            tokens=last.tokens,
+            chain_tokens=last.chain_tokens,
+            record_bytes=head.record_bytes,
+            rules=last.rules,
+        )
 
     def __str__(self) -> str:
         return f"archive of stage {self._check.stage}"
-
-
-def _claim_of(record: Tip | Entry, header: RoundRecord) -> ClaimRecord:
-    return ClaimRecord(
-        round=record.round,
-        digest=record.digest,
-        tokens=header.tokens,
-        chain_tokens=header.chain_tokens,
-        record_bytes=record.record_bytes,
-        rules=header.rules,
-    )
 
 
 def _said(error: Exception) -> str:

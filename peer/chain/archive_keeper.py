@@ -237,9 +237,11 @@ class Keeper:
                     await archive.tend(claims)
                 finally:
                     self._show(stage, archive.claim)
-                if stage == 0 and self._history is not None:
-                    take = partial(self._history.take, claimed=bool(claims.keys() - {self._me}))
-                    await self._compute(take, archive.rounds_since)
+                if self._history is not None:
+                    await self._compute(self._history.credit, stage, archive.rounds_since)
+                    if stage == 0:
+                        take = partial(self._history.take, claimed=bool(claims.keys() - {self._me}))
+                        await self._compute(take, archive.rounds_since)
         except EnvironmentFault as error:
             logger.error("archive of stage %d: %s", stage, error)
             self._not_before[stage] = time.monotonic() + FAULT_PAUSE_S

@@ -5,7 +5,8 @@ beside its archive in `history.jsonl`: for each round a line, a JSON array in th
 `HistoryRow`, appended when the round is seen to come and once more when its losses are known; of
 several lines of one round the last counts. A line that a crash cut is dropped at the next start. A
 rollback removes nothing: a row names the rules it was made under, and the manifest says which of
-them count.
+them count. Between them are lines of `Named`: what those who are in records stated of themselves
+last, under their signature, so that contributions have names when nobody is there any more.
 
 Whoever asks a bootstrap gets pages of it, each signed with the key behind its peer id, so that a
 page can be shown to others, too. What bootstraps say is merged (`merge`): the witness, the
@@ -25,11 +26,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, cast
 
-from pydantic import Field, TypeAdapter
+from pydantic import AfterValidator, Field, TypeAdapter
 
 from dilocox.dht.files import disk_fault, make_folder, write_atomically
 from dilocox.dht.identity import Identity, public_key_of, verify
 from dilocox.dht.manifest import Manifest
+from dilocox.dht.names import MAX_NAME, cut
 from dilocox.dht.records import (
     ClaimRecord,
     Record,
@@ -44,10 +46,12 @@ from dilocox.peer.chain.stated import (
     LIVE_ROUNDS,
     MAX_LOSS,
     MAX_NUMBER,
+    Spread,
     leading,
     more_voids,
     stated_losses,
 )
+from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.chain.uploads import Source
 
 logger = logging.getLogger(__name__)
@@ -56,6 +60,7 @@ FILE = "history.jsonl"
 PURPOSE = b"dilocox history\0"
 MAX_ROWS = 100_000
 PAGE_ROWS = 8192
+MAX_NAMED = 4096  # peers
 MAX_PAGE_BYTES = 4 << 20
 PAGE_LIMIT_S = 60.0
 FIRST = -2  # less than any round
@@ -73,6 +78,7 @@ Count = Annotated[int, Field(ge=0, le=2**53)]
 Loss = Annotated[float, Field(ge=-MAX_LOSS, le=MAX_LOSS)]
 Number = Annotated[float, Field(ge=0, le=MAX_NUMBER)]
 Time = Annotated[float, Field(ge=0, le=MAX_TIME)]
+Name = Annotated[str, AfterValidator(lambda text: cut(text, MAX_NAME))]
 
 
 class HistoryRow(NamedTuple):
@@ -83,7 +89,7 @@ class HistoryRow(NamedTuple):
     validation: medians of what heads stated, nats a token. tokens_per_s: of the rounds that were
     found together with it, since those before. peers, replicas: in view when it came.
     record_bytes: of the records of all stages. voids: void rounds that peers told since the row
-    before.
+    before. train_low, train_high: of the train losses near that one; a round has one validation.
     """
 
     round: Annotated[int, Field(ge=-1, le=2**53)]
@@ -98,6 +104,8 @@ class HistoryRow(NamedTuple):
     replicas: Count | None = None
     record_bytes: Count | None = None
     voids: Count | None = None
+    train_low: Loss | None = None
+    train_high: Loss | None = None
 
     def filled(self, other: HistoryRow) -> HistoryRow:
         """The same with what only the other one knows."""
@@ -105,7 +113,20 @@ class HistoryRow(NamedTuple):
         return HistoryRow._make(theirs if mine is None else mine for mine, theirs in pairs)
 
 
+class Named(NamedTuple):
+    """A peer that is in committed records, by its id, with what it states of itself or did last."""
+
+    peer: Annotated[str, Field(pattern=r"^[1-9A-Za-z]{1,64}$")]
+    name: Name = ""
+    team: Name = ""
+
+    @classmethod
+    def of(cls, peer: str, record: StageRecord) -> Named:
+        return cls(peer, cut(record.name, MAX_NAME), cut(record.team, MAX_NAME))
+
+
 _ROW = TypeAdapter(HistoryRow)
+_NAMED = TypeAdapter(Named)
 _COLUMNS = len(HistoryRow._fields)
 
 
@@ -116,7 +137,11 @@ def parsed_row(given: object) -> HistoryRow:
     """
     if not isinstance(given, list):
         raise ValueError("a row of the history is no list")
-    return _ROW.validate_python(cast("list[object]", given)[:_COLUMNS])
+    row = _ROW.validate_python(cast("list[object]", given)[:_COLUMNS])
+    known = [loss for loss in (row.train_low, row.train, row.train_high) if loss is not None]
+    if known != sorted(known):
+        raise ValueError("a row's train loss is not within its range")
+    return row
 
 
 class RoundHistory:
@@ -128,6 +153,7 @@ class RoundHistory:
         self._manifest = manifest
         self._lock = threading.RLock()
         self._rows: dict[tuple[int, int], HistoryRow] = {}  # by rules and round
+        self._named: dict[str, Named] = {}  # by peer, at the end who is in the newest records
         self._counting: list[HistoryRow] | None = None
         self._lines = 0  # in the file
         self._damaged = False
@@ -163,19 +189,43 @@ class RoundHistory:
         """Put in a row, or another one of the same round; EnvironmentFault if the disk is full."""
         with self._lock:
             self._put(row)
-            if self._damaged or self._lines > 4 * len(self._rows) + SPARE_LINES:
-                rows = [_line(each) for _, each in sorted(self._rows.items())]
-                write_atomically(self._path, b"".join(rows))
-                self._lines, self._damaged = len(rows), False
-                return
-            self._damaged = True  # half a line may be there
-            make_folder(self._path.parent)
-            try:
-                with self._path.open("ab") as file:
-                    file.write(_line(row))
-            except OSError as error:
-                raise disk_fault(self._path, error) from error
-            self._lines, self._damaged = self._lines + 1, False
+            self._write(row)
+
+    def names(self) -> list[Named]:
+        """Of all that stated one."""
+        with self._lock:
+            return [each for each in self._named.values() if each.name or each.team]
+
+    def credit(self, peers: Iterable[str]) -> None:
+        """Keep from now on what these peers, of a record that was committed, say of themselves. Of
+        too many those go whose last record is the oldest.
+        """
+        with self._lock:
+            for peer in peers:
+                self._name(self._named.get(peer, Named(peer)))
+
+    def hear(self, told: Mapping[str, StageRecord]) -> None:
+        """What peers say of themselves; of those in no record nothing is kept."""
+        with self._lock:
+            for peer in told.keys() & self._named.keys():
+                if (stated := Named.of(peer, told[peer])) != self._named[peer]:
+                    self._named[peer] = stated
+                    self._write(stated)
+
+    def _write(self, new: HistoryRow | Named) -> None:
+        if self._damaged or self._lines > 4 * (len(self._rows) + len(self._named)) + SPARE_LINES:
+            kept = [*self.names(), *(each for _, each in sorted(self._rows.items()))]
+            write_atomically(self._path, b"".join(map(_line, kept)))
+            self._lines, self._damaged = len(kept), False
+            return
+        self._damaged = True  # half a line may be there
+        make_folder(self._path.parent)
+        try:
+            with self._path.open("ab") as file:
+                file.write(_line(new))
+        except OSError as error:
+            raise disk_fault(self._path, error) from error
+        self._lines, self._damaged = self._lines + 1, False
 
     def _put(self, row: HistoryRow) -> None:
         key, gone = (row.rules, row.round), list[tuple[int, int]]()
@@ -188,6 +238,12 @@ class RoundHistory:
         for each in gone:
             del self._rows[each]
 
+    def _name(self, stated: Named) -> None:
+        self._named.pop(stated.peer, None)
+        self._named[stated.peer] = stated
+        if len(self._named) > MAX_NAMED:
+            del self._named[next(iter(self._named))]
+
     def _load(self) -> None:
         try:
             data = self._path.read_bytes()
@@ -198,7 +254,10 @@ class RoundHistory:
         lines, damaged = data.splitlines(), 0
         for line in lines:
             try:
-                self._put(parsed_row(json.loads(line)))
+                if line.startswith(b'["'):
+                    self._name(_NAMED.validate_json(line))
+                else:
+                    self._put(parsed_row(json.loads(line)))
             except ValueError:
                 damaged += 1
         if damaged:
@@ -207,19 +266,30 @@ class RoundHistory:
         self._damaged = bool(damaged) or not data.endswith(b"\n")
 
 
-def _line(row: HistoryRow) -> bytes:
-    return json.dumps(row, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+def _line(kept: HistoryRow | Named) -> bytes:
+    return _json(kept) + b"\n"
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 # ---- giving and asking ---------------------------------------------------------------------------
 def signed_page(history: RoundHistory, identity: Identity, run: str, after: int) -> Source:
-    """The rows after a round, as many as go into one answer."""
+    """The rows after a round, as many as go into one answer; with the first ones all names."""
     rows = history.rows()
     start = bisect_right(rows, after, key=lambda row: row.round)
     page, more = rows[start : start + PAGE_ROWS], start + PAGE_ROWS < len(rows)
-    facts = {"run": run, "after": after, "more": more, "rows": page}
-    data = json.dumps(facts, separators=(",", ":")).encode()
+    names = history.names() if after == FIRST else []
+    data = _json({"run": run, "after": after, "more": more, "rows": page, "names": names})
     return Source.of(data, signature=identity.sign(PURPOSE + data))
+
+
+class Told(NamedTuple):
+    """Of a history: rows by round, names by peer."""
+
+    rows: list[HistoryRow]
+    names: dict[str, Named]
 
 
 async def ask_history(
@@ -229,17 +299,20 @@ async def ask_history(
     manifest: Manifest,
     after: int = FIRST,
     silent: set[str] | None = None,
-) -> list[HistoryRow]:
+) -> Told:
     """What bootstraps have after a round, merged; the first one, the witness, is believed.
 
-    Empty where none answers or all are of an older version. client: with stage 0's namespace.
+    Empty where none answers or all are of an older version; names come with those who ask from
+    FIRST on. client: with stage 0's namespace.
     silent: who gave none before, for those who ask again and again: only news of that is said.
     """
-    found: dict[int, HistoryRow] = {}
+    found, names = dict[int, HistoryRow](), dict[str, Named]()
     silent = set() if silent is None else silent
     for peer in bootstraps:
-        merge(found, await _told_by(client, peer, run, after, silent), manifest)
-    return [found[number] for number in sorted(found)]
+        told = await _told_by(client, peer, run, after, silent)
+        merge(found, told.rows, manifest)
+        names = told.names | names
+    return Told([found[number] for number in sorted(found)], names)
 
 
 def merge(rows: dict[int, HistoryRow], more: Iterable[HistoryRow], manifest: Manifest) -> None:
@@ -258,10 +331,8 @@ def merge(rows: dict[int, HistoryRow], more: Iterable[HistoryRow], manifest: Man
             rows[row.round] = mine.filled(row)
 
 
-async def _told_by(
-    client: Client, peer: str, run: str, after: int, silent: set[str]
-) -> list[HistoryRow]:
-    rows: list[HistoryRow] = []
+async def _told_by(client: Client, peer: str, run: str, after: int, silent: set[str]) -> Told:
+    rows, names = list[HistoryRow](), dict[str, Named]()
     try:
         while len(rows) < MAX_ROWS:
             want = {"what": "history", "after": after}
@@ -270,10 +341,11 @@ async def _told_by(
             if blob is None:  # of an older version, or there is no round yet
                 break
             page, more = checked_page(blob, peer, run, after)
-            rows += page
-            if not more or not page:
+            rows += page.rows
+            names |= page.names
+            if not more or not page.rows:
                 break
-            after = page[-1].round
+            after = page.rows[-1].round
     except REFUSED as error:
         if peer not in silent:
             reason = (str(error) or type(error).__name__).replace(peer, "it")
@@ -283,12 +355,12 @@ async def _told_by(
         if peer in silent:
             logger.info("bootstrap %s gives its history now", peer[-6:])
         silent.discard(peer)
-    return rows
+    return Told(rows, names)
 
 
-def checked_page(blob: Blob, peer: str, run: str, after: int) -> tuple[list[HistoryRow], bool]:
-    """The rows of an answer, and whether there are more. CallRefused: it is not signed by this
-    peer, not an answer to this question, or no history.
+def checked_page(blob: Blob, peer: str, run: str, after: int) -> tuple[Told, bool]:
+    """What an answer says, and whether there is more. CallRefused: it is not signed by this peer,
+    not an answer to this question, or no history.
     """
     signature = blob.facts.get("signature")
     signed = isinstance(signature, bytes) and verify(
@@ -299,6 +371,7 @@ def checked_page(blob: Blob, peer: str, run: str, after: int) -> tuple[list[Hist
     try:
         given: Any = json.loads(blob.data)
         rows = [parsed_row(each) for each in given["rows"][: PAGE_ROWS + 1]]
+        named = [_NAMED.validate_python(each) for each in given.get("names", [])[:MAX_NAMED]]
         of_run, asked, more = given["run"], given["after"], bool(given["more"])
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise CallRefused(f"the history of {peer} makes no sense: {error}"[:300]) from error
@@ -306,11 +379,11 @@ def checked_page(blob: Blob, peer: str, run: str, after: int) -> tuple[list[Hist
     rising = all(early < late for early, late in pairwise(numbers))
     if (of_run, asked) != (run, after) or len(rows) > PAGE_ROWS or not rising:
         raise CallRefused(f"the history of {peer} is no answer to what was asked")
-    return rows, more
+    return Told(rows, {each.peer: each for each in named}), more
 
 
 # ---- what a bootstrap writes ---------------------------------------------------------------------
-Since = Callable[[Collection[str], int], list[ClaimRecord]]
+Since = Callable[[Collection[str], int], list[ChainRound]]
 """Records of a chain from after those that are known, by the beginnings of their digests, oldest
 first, at most so many.
 """
@@ -322,7 +395,7 @@ class HistoryKeeper:
     Rounds come from the archive of stage 0, which has checked their records; losses, peers and void
     rounds from what peers state at that time. What is known later of the newest rounds, such as
     validation losses, is added to their rows; what a row says stays. `look` belongs to the
-    bootstrap's thread, `take` to the archive's.
+    bootstrap's thread, `take` and `credit` to the archive's.
     """
 
     def __init__(
@@ -341,7 +414,8 @@ class HistoryKeeper:
         self._now = now
         self._lock = threading.Lock()
         self._follows = False
-        self._train: dict[int, float] = {}
+        self._credited: dict[int, str] = {}  # the newest record by stage
+        self._train: dict[int, Spread] = {}  # of the most heads that stated one together
         self._validation: dict[int, float] = {}
         self._sizes: dict[int, dict[int, int]] = {}  # bytes of records by round and stage
         self._voids_of: dict[str, int] = {}
@@ -375,13 +449,17 @@ class HistoryKeeper:
         heads = leading(replicas, hosts[0])
         stated = stated_losses(heads.values())
         with self._lock:
-            self._train |= {number: round(loss, 5) for number, loss in stated.train.items()}
+            for number, said in stated.train.items():
+                if said.heads >= self._train.get(number, said).heads:
+                    self._train[number] = said
             self._validation |= {n: round(loss, 5) for n, loss in stated.validation.items()}
             for stage, claim in claims.items():
                 self._sizes.setdefault(claim.round, {})[stage] = claim.record_bytes
             for table in (self._train, self._validation, self._sizes):
                 for number in sorted(table)[:-MAX_HEARD]:
                     del table[number]
+            # a peer that moved has left another record behind
+            self._history.hear({p: each for of in (*hosts, *present) for p, each in of.items()})
             self._present = sum(map(len, present)), len(heads)
             self._voids += sum(more_voids(peers, self._voids_of) for peers in present)
             self._voids_of = {p: each.voids for peers in present for p, each in peers.items()}
@@ -409,6 +487,13 @@ class HistoryKeeper:
                 self._commit(each, at, speed)
             self._fill()
 
+    def credit(self, stage: int, since: Since) -> None:
+        """Take in who is in a stage's new records; at a start those are the newest ones."""
+        known = self._credited.get(stage)
+        for each in since([known], BACKLOG) if known else since([], MAX_HEARD):
+            self._credited[stage] = each.digest
+            self._history.credit(peer for peer, _ in each.contributors)
+
     def revise(self, manifest: Manifest) -> None:
         """Go on under a newer revision, which may have set rounds aside."""
         with self._lock:
@@ -416,12 +501,12 @@ class HistoryKeeper:
                 self._train.clear()  # heads tell of the rounds before until they go back
                 self._validation.clear()
 
-    def _new(self, claim: ClaimRecord) -> bool:
+    def _new(self, claim: ChainRound) -> bool:
         row = self._history.get(claim.rules, claim.round)
         known = row is not None and claim.digest.startswith(row.digest)
         return not known and self._history.counts(claim.rules, claim.round)
 
-    def _speed(self, newest: ClaimRecord, at: float) -> float | None:
+    def _speed(self, newest: ChainRound, at: float) -> float | None:
         """Tokens a second since the row before, of all rounds that are found together with this
         newest one."""
         for row in self._history.newest(1):
@@ -429,7 +514,7 @@ class HistoryKeeper:
                 return round(max(0, newest.chain_tokens - row.tokens) / (at - row.at), 2)
         return None
 
-    def _commit(self, claim: ClaimRecord, at: float | None, speed: float | None) -> None:
+    def _commit(self, claim: ChainRound, at: float | None, speed: float | None) -> None:
         digest, (peers, replicas) = claim.digest[:SHORT_DIGEST], self._present
         row = HistoryRow(claim.round, claim.rules, digest, None, claim.chain_tokens)
         if at is not None:
@@ -442,12 +527,14 @@ class HistoryKeeper:
     def _fill(self) -> None:
         """Add to the newest rows what is known by now."""
         for age, row in enumerate(reversed(self._history.newest(OPEN_ROUNDS))):
-            sizes = self._sizes.get(row.round, {})
+            sizes, said = self._sizes.get(row.round, {}), self._train.get(row.round)
             told = len(sizes) == self._stages or age >= SIZED_AFTER
             known = row._replace(
-                train=self._train.get(row.round),
                 validation=self._validation.get(row.round),
                 record_bytes=sum(sizes.values()) if sizes and told else None,
             )
+            if said is not None and row.train is None:
+                middle, low, high = (round(loss, 5) for loss in said[:3])
+                known = known._replace(train=middle, train_low=low, train_high=high)
             if (filled := row.filled(known)) != row:
                 self._history.add(filled)

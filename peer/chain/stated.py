@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from statistics import median_low
+from typing import NamedTuple
 
 from dilocox.dht.records import ReplicaRecord, StageRecord
 
 MAX_NUMBER = 1e12  # tokens a second, or seconds, that a peer may state
 MAX_LOSS = 1e4  # nats a token
 ROUNDS_AHEAD = 8  # of most replicas one may be
+NEAR = 1.0  # nats a token from the middle one: whoever states a loss further off widens no range
 LIVE_ROUNDS = 3  # more at once were not followed as they came, and nobody knows when that was
 
 
@@ -29,14 +31,30 @@ def leading(
     }
 
 
+class Spread(NamedTuple):
+    """What so many heads state of one round: the middle one, and the range of those near it."""
+
+    middle: float
+    low: float
+    high: float
+    heads: int
+
+    @classmethod
+    def of(cls, losses: Collection[float]) -> Spread:
+        middle = median_low(losses)
+        near = [loss for loss in losses if abs(loss - middle) <= NEAR]
+        return cls(middle, min(near), max(near), len(losses))
+
+
 @dataclass(frozen=True)
 class StatedLosses:
-    """By round, in nats a token: train losses of rounds under way, validation losses of anchors.
+    """By round, in nats a token: train losses of rounds under way, validation losses of anchors, of
+    which each is evaluated by one head.
 
     not_finite: heads whose newest validation loss is none that can be.
     """
 
-    train: Mapping[int, float]
+    train: Mapping[int, Spread]
     validation: Mapping[int, float]
     not_finite: int
 
@@ -65,7 +83,7 @@ def stated_losses(
         elif each.val_round >= -1:
             validation.setdefault(each.val_round, []).append(each.val_loss)
     return StatedLosses(
-        {number: median_low(losses) for number, losses in train.items()},
+        {number: Spread.of(losses) for number, losses in train.items()},
         {number: median_low(losses) for number, losses in validation.items()},
         not_finite,
     )

@@ -33,7 +33,7 @@ class ChainRound:
     of all records up to this one. contributors: tokens by peer id, of those whose values are in the
     round's average. sits_out: peer ids of those that take no part in the next round. token_seconds:
     tokens times seconds of an inner step, a median over the contributors as they state it, which no
-    single one moves.
+    single one moves. rules: that it was made under (`operation.rules` of the manifest).
     """
 
     round: int
@@ -48,6 +48,7 @@ class ChainRound:
     contributors: tuple[tuple[str, int], ...] = field(repr=False)
     sits_out: tuple[str, ...] = ()
     token_seconds: int = 0
+    rules: int = 0
 
     @classmethod
     def of(cls, header: RoundRecord, digest: str, record_bytes: int) -> ChainRound:
@@ -68,6 +69,7 @@ class ChainRound:
                 contributors=tuple((str(c.peer), int(c.tokens)) for c in header.contributions),
                 sits_out=tuple(sorted(sitting_out(header.standings, header.round + 1))),
                 token_seconds=median_low(steps) if steps else 0,
+                rules=int(header.rules),
             )
             named = all(SHA256.fullmatch(name) for name in (digest, header.previous))
         except (LookupError, TypeError, AttributeError, OverflowError) as error:

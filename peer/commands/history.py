@@ -31,7 +31,7 @@ from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.invite import Invite
 from dilocox.dht.join import Joined, visiting
 from dilocox.dht.manifest import Manifest
-from dilocox.dht.names import MAX_NAME, cut, shown_peer
+from dilocox.dht.names import shown_peer
 from dilocox.dht.records import StageRecord, averaging_prefix, stage_key
 from dilocox.dht.rpc import Client
 from dilocox.dht.upload_limit import UploadLimit
@@ -41,7 +41,9 @@ from dilocox.peer.chain.round_history import (
     FILE,
     SHORT_DIGEST,
     HistoryRow,
+    Named,
     RoundHistory,
+    Told,
     ask_history,
     parsed_row,
 )
@@ -203,7 +205,6 @@ def _print(console: Console, table: Table, lines: Sequence[str]) -> None:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
-NOTHING = (None,) * 6  # what a peer alone does not know of a round
 LISTINGS = 3  # of a folder whose owner moves records while they are read
 
 
@@ -237,13 +238,13 @@ def run_verify_command(options: VerifyOptions) -> int:
 
 # ---- listing -------------------------------------------------------------------------------------
 def _listed(options: LogOptions) -> tuple[str, Chains, Given, Rows]:
-    source, stated = options.source, dict[str, of_chains.Stated]()
+    source = options.source
     stages: dict[int, Sequence[ChainRound]] = {}
     if isinstance(source, Path):
         kept = kept_run(source)
         for stage in _wanted(options.stage, sorted(kept.stages)):
             stages[stage] = _rounds(kept.stages[stage])
-        history = _kept_history(kept)
+        history, names = _kept_history(kept)
         if not options.contributions and options.json_file is None:
             return kept.run, stages, (), {row.round: row for row in history}
         run, manifest = kept.run, kept.manifest()
@@ -254,18 +255,19 @@ def _listed(options: LogOptions) -> tuple[str, Chains, Given, Rows]:
             whole = options.csv_file is not None and options.stage in ("all", "auto")
             for stage in _wanted("0" if whole else options.stage, range(manifest.stages)):
                 stages[stage] = asyncio.run(_claimed(place, stage, deadline, list_chain))
-            history = asyncio.run(_told_history(place, source, deadline))
+            history, names = asyncio.run(_told_history(place, source, deadline))
             keys = dict.fromkeys((stage_key(run, n) for n in range(manifest.stages)), StageRecord)
             for told in place.swarm.read_many(keys).values():
                 for peer, record in (told or {}).items():
-                    stated[peer] = (cut(record.name, MAX_NAME), cut(record.team, MAX_NAME), None)
+                    names[peer] = Named.of(peer, record)
+    stated = {peer: (name, team, None) for peer, name, team in names.values()}
     took = of_chains.token_seconds_by_peer
     sums = {stage: (tokens_by_peer(chain), took(chain)) for stage, chain in stages.items()}
     given = of_chains.contributions(sums, manifest.batch.tokens_per_step, stated)
     return run, stages, given, {row.round: row for row in history}
 
 
-async def _told_history(place: Joined, invite: Invite, deadline: float) -> list[HistoryRow]:
+async def _told_history(place: Joined, invite: Invite, deadline: float) -> Told:
     """What the bootstraps of the invite keep, the operator's first; empty where none answers."""
     client = Client(
         p2p=await place.dht.replicate_p2p(),
@@ -278,13 +280,14 @@ async def _told_history(place: Joined, invite: Invite, deadline: float) -> list[
     try:
         return await asyncio.wait_for(asked, max(1.0, deadline - time.monotonic()))
     except asyncio.TimeoutError:
-        return []
+        return Told([], {})
 
 
-def _kept_history(kept: KeptRun) -> list[HistoryRow]:
+def _kept_history(kept: KeptRun) -> Told:
     """Of a bootstrap's folder what it keeps of the run, of a peer's what it has seen itself."""
     if (kept.folder / FILE).exists():
-        return RoundHistory(kept.folder / FILE, kept.manifest()).rows()
+        history = RoundHistory(kept.folder / FILE, kept.manifest())
+        return Told(history.rows(), {each.peer: each for each in history.names()})
     found: dict[int, HistoryRow] = {}
     for path in kept.folder.parent.glob(f"{kept.run}-stage*/events.jsonl"):
         for line in path.read_bytes().splitlines():
@@ -295,9 +298,9 @@ def _kept_history(kept: KeptRun) -> list[HistoryRow]:
                     found[number] = found[number]._replace(validation=float(event["loss"]))
                 elif event["event"] == "round":
                     seen = (number, 0, event["digest"][:SHORT_DIGEST], event["time"])
-                    row = parsed_row([*seen, event["chain_tokens"], event["train_loss"], *NOTHING])
+                    row = parsed_row([*seen, event["chain_tokens"], event["train_loss"]])
                     found[row.round] = row
-    return list(found.values())
+    return Told(list(found.values()), {})
 
 
 def _rounds(chain: KeptChain) -> list[ChainRound]:

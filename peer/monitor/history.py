@@ -21,10 +21,10 @@ from pydantic import TypeAdapter
 
 from dilocox.dht.files import write_atomically
 from dilocox.dht.manifest import Manifest
-from dilocox.dht.names import MAX_NAME, cut, shown_peer
+from dilocox.dht.names import cut, shown_peer
 from dilocox.dht.records import ReplicaRecord
 from dilocox.peer.chain import summary
-from dilocox.peer.chain.round_history import FIRST, HistoryRow
+from dilocox.peer.chain.round_history import FIRST, HistoryRow, Named, Told
 from dilocox.peer.chain.stated import ROUNDS_AHEAD, more_voids, stated_losses
 from dilocox.peer.chain.summary import Stated
 from dilocox.peer.monitor.chains import StageRounds, Walk
@@ -57,7 +57,8 @@ class Point(NamedTuple):
     """A round, or several: then what it says is of the last of them that says it. In this order
     the status page gets it.
 
-    tokens: of the whole chain. at: run time in seconds. low, high: of the validation losses.
+    tokens: of the whole chain. at: run time in seconds. low, high: of the validation losses of
+    several rounds. train_low, train_high: of the train losses of several heads or rounds.
     """
 
     round: int
@@ -69,12 +70,14 @@ class Point(NamedTuple):
     high: float | None = None
     tokens_per_s: float | None = None
     peers: int | None = None
+    train_low: float | None = None
+    train_high: float | None = None
 
     @classmethod
     def of(cls, row: HistoryRow) -> Point:
         loss = row.validation
         known = (row.round, row.tokens, row.at, row.train, loss, loss, loss)
-        return cls(*known, row.tokens_per_s, row.peers)
+        return cls(*known, row.tokens_per_s, row.peers, row.train_low, row.train_high)
 
     def over(self, older: Point) -> Point:
         """This point, with what only the older one knows."""
@@ -83,10 +86,12 @@ class Point(NamedTuple):
 
     def joined(self, later: Point) -> Point:
         """One point for two neighbours."""
-        lows = [each.low for each in (self, later) if each.low is not None]
-        highs = [each.high for each in (self, later) if each.high is not None]
-        low, high = min(lows, default=None), max(highs, default=None)
-        return later.over(self)._replace(low=low, high=high)
+        ranges = dict[str, float | None]()
+        for name in ("low", "high", "train_low", "train_high"):
+            both = (getattr(self, name), getattr(later, name))
+            pick = min if name.endswith("low") else max
+            ranges[name] = pick((each for each in both if each is not None), default=None)
+        return later.over(self)._replace(**ranges)
 
 
 @dataclass(kw_only=True)
@@ -251,6 +256,7 @@ class SwarmHistory:
                 path.replace(aside)
             return cls.begun(stages, root, now)
         made.watched_since, made.seen_at, made.held_at = now, None, None
+        made.curve.told = FIRST  # bootstraps may have heard names that this one has not
         return made
 
     def save(self, path: Path) -> None:
@@ -283,12 +289,15 @@ class SwarmHistory:
                 peers = None if at is None else len(self.present)
                 self.curve.see(Point(each.round, each.chain_tokens, at, peers=peers))
 
-    def told(self, rows: Iterable[HistoryRow], manifest: Manifest) -> None:
-        """Take in what bootstraps keep of the run's rounds."""
+    def told(self, told: Told, manifest: Manifest) -> None:
+        """Take in what bootstraps keep of the run's rounds, and of peers that are gone."""
         head = self.stages[0].head
         newest = math.inf if head is None else head.round + ROUNDS_AHEAD  # some come meanwhile
-        counting = (row for row in rows if not manifest.rolled_back(row.round, row.rules))
+        counting = (row for row in told.rows if not manifest.rolled_back(row.round, row.rules))
         self.curve.take(row for row in counting if row.round <= newest)
+        for peer, name, team in told.names.values():
+            if peer not in self.present:
+                self.stated[peer] = (name, team, self.stated.get(peer, ("", "", None))[2])
 
     def shown(self, peer: str) -> str:
         """A peer as people see it, with the name that it stated last."""
@@ -338,8 +347,9 @@ class SwarmHistory:
     def _hear_names(self, look: SwarmLook) -> None:
         for stage in look.stages:
             for peer, told in look.present(stage).items():
-                *_, since = self.stated.pop(peer, ("", "", look.at))
-                self.stated[peer] = (cut(told.name, MAX_NAME), cut(told.team, MAX_NAME), since)
+                *_, since = self.stated.pop(peer, ("", "", None))
+                _, name, team = Named.of(peer, told)
+                self.stated[peer] = (name, team, look.at if since is None else since)
         forget(self.stated, MAX_REMEMBERED)
 
     def _come_and_go(self, look: SwarmLook) -> None:
@@ -385,8 +395,9 @@ class SwarmHistory:
     def _hear_losses(self, replicas: Collection[ReplicaRecord]) -> None:
         stated = stated_losses(replicas, self._counts)
         self.losses_not_finite = stated.not_finite
-        for number, loss in stated.train.items():
-            self.curve.see(Point(number, train=loss))
+        for number, said in stated.train.items():
+            seen = Point(number, train=said.middle, train_low=said.low, train_high=said.high)
+            self.curve.see(seen)
         for number, loss in stated.validation.items():
             tokens = 0 if number < 0 else None
             self.curve.see(Point(number, tokens, validation=loss, low=loss, high=loss))

@@ -310,7 +310,7 @@ class Monitor:
             newest = curve.told if head is None else min(curve.told, head.round)
             after = max(FIRST, newest - STILL_OPEN)
             self._chains.ask_history(manifest, self.place.witness, after)
-        return told
+        return told and told.rows
 
     # ---- chains ----------------------------------------------------------------------------------
     def _follow(self, look: SwarmLook) -> None:

@@ -27,6 +27,7 @@ from dilocox.peer.chain.chain_client import ChainClient, NoState, keep_right_chu
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.snapshot_files import STATE_CHUNK_BYTES, STATE_FILE, state_sha256
 from dilocox.peer.chain.store import RoundLog
+from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.chain.uploads import Source
 from dilocox.peer.rounds.outer_step import OuterStep
 from dilocox.pipeline.stage import build_stage, flatten_parameters, stage_layout
@@ -181,13 +182,16 @@ def test_the_history_gets_each_record_once_also_those_before_the_newest_state(
     donor: ChainMaker, tmp_path: Path
 ) -> None:
     kept = Kept(tmp_path / "kept", donor)
-    told = list[ClaimRecord]()
+    told = list[ChainRound]()
     for number in range(8):
         donor.train(number)
         kept.look(donor)
         known = {each.digest[:16] for each in told}
         told += kept.archive.rounds_since(known, 99)
-        assert told[-1] == donor.claim()
+        newest, claim = told[-1], donor.claim()
+        facts = ("round", "digest", "tokens", "chain_tokens", "record_bytes", "rules")
+        assert all(getattr(newest, name) == getattr(claim, name) for name in facts)
+        assert [peer for peer, _ in newest.contributors] == [donor.peer]
     assert kept.state_round > 2
     assert [each.digest for each in told] == donor.digests[1:]
     assert kept.archive.rounds_since({""}, 99) == told

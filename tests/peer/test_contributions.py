@@ -35,6 +35,7 @@ def header(**members: tuple[int, float]) -> Any:
         previous=SHA,
         chain_tokens=0,
         standings=(),
+        rules=0,
     )
 
 

@@ -46,10 +46,12 @@ def test_points_that_are_seen_one_by_one_stay_within_the_limit_too() -> None:
     curve = Curve()
     for number in range(5 * MAX_POINTS):
         loss = float(number % 5)
-        curve.see(Point(number, number, validation=loss, low=loss, high=loss))
+        seen = Point(number, number, validation=loss, low=loss, high=loss)
+        curve.see(seen._replace(train_low=2.0 - loss / 10, train_high=2.0 + loss / 10))
         assert len(curve.points) <= MAX_POINTS
     joined = points(curve)[len(curve.points) // 2]
     assert (joined.low, joined.high) == (0.0, 4.0)
+    assert (joined.train_low, joined.train_high) == (1.6, 2.4)
 
 
 def test_what_a_bootstrap_does_not_know_is_not_forgotten() -> None:
@@ -57,6 +59,9 @@ def test_what_a_bootstrap_does_not_know_is_not_forgotten() -> None:
     curve.see(Point(3, 400, 7.0))
     curve.see(Point(3, validation=2.5, low=2.5, high=2.5))
     curve.take([HistoryRow(3, 0, "", None, 400, 2.0)])
-    assert curve.points[3] == (3, 400, 7.0, 2.0, 2.5, 2.5, 2.5, None, None)
+    assert curve.points[3] == (3, 400, 7.0, 2.0, 2.5, 2.5, 2.5, None, None, None, None)
     curve.take([row(3, 2.25)])
-    assert curve.points[3] == (3, 400, 30.0, 3.0, 2.25, 2.25, 2.25, 10.0, 3)
+    known = (3, 400, 30.0, 3.0, 2.25, 2.25, 2.25, 10.0, 3)
+    assert curve.points[3] == (*known, None, None)
+    curve.take([row(3, 2.25)._replace(train_low=2.75, train_high=3.5)])
+    assert curve.points[3] == (*known, 2.75, 3.5)

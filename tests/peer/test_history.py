@@ -22,6 +22,7 @@ from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.commands import history
 from dilocox.peer.commands.history import show, show_contributions
 from dilocox.peer.rounds.record import Contribution, RoundRecord
+from tests.peer.fabricated import stage_record
 from tests.peer.kept_chains import RUN, ChainMaker, manifest_of
 
 SHA = "ab" * 32
@@ -342,13 +343,14 @@ def test_what_is_told_of_another_record_of_that_number_is_not_shown() -> None:
 
 def test_the_csv_has_a_line_a_round_with_what_is_known() -> None:
     late = TOLD._replace(round=1, at=None, train=None)
-    lines = history.as_csv([round_of(3), round_of(4)], {3: TOLD, 1: late}).splitlines()
+    told = TOLD._replace(train_low=2.25, train_high=2.75)
+    lines = history.as_csv([round_of(3), round_of(4)], {3: told, 1: late}).splitlines()
     assert lines == [
         "round,rules,digest,at,tokens,train,validation,tokens_per_s,peers,replicas,record_bytes,"
-        "voids",
-        f"1,0,{SHA[:16]},,5000,,2.25,100.0,4,2,12345,1",
-        f"3,0,{SHA[:16]},2025-11-20T12:00:00Z,5000,2.5,2.25,100.0,4,2,12345,1",
-        f"4,0,{SHA[:16]},,5000,,,,,,12345,",
+        "voids,train_low,train_high",
+        f"1,0,{SHA[:16]},,5000,,2.25,100.0,4,2,12345,1,,",
+        f"3,0,{SHA[:16]},2025-11-20T12:00:00Z,5000,2.5,2.25,100.0,4,2,12345,1,2.25,2.75",
+        f"4,0,{SHA[:16]},,5000,,,,,,12345,,,",
     ]
 
 
@@ -366,7 +368,7 @@ def test_a_peers_folder_tells_what_the_peer_saw(maker: ChainMaker, tmp_path: Pat
     assert run("log", maker.own.parent, "--csv", tmp_path / "rounds.csv") == (0, [])
     first, second = (tmp_path / "rounds.csv").read_text().splitlines()[1:]
     assert first.partition(",,")[2].startswith("10,,,")
-    assert second.endswith(",2025-11-20T12:00:00Z,20,3.5,3.25,,,,,")
+    assert second.endswith(",2025-11-20T12:00:00Z,20,3.5,3.25,,,,,,,")
     _, listed = run("log", maker.own)
     assert "train loss 3.5000, validation loss 3.2500" in listed[1]
 
@@ -386,3 +388,11 @@ def test_a_bootstraps_folder_tells_what_it_keeps(
     kept.add(TOLD._replace(round=0, digest=maker.digests[1][:16], tokens=10))
     code, lines = run("log", tmp_path, "--csv", "-")
     assert code == 0 and ",2025-11-20T12:00:00Z,10,2.5,2.25,100.0,4,2," in lines[1]
+    kept.credit([maker.peer])
+    kept.hear({maker.peer: stage_record(name="Ada", team="Foxes")})
+    _, lines = run("log", tmp_path, "--contributions")
+    assert lines[:3] == [
+        f"peer {maker.peer} (name Ada, team Foxes): 10 tokens (100.0%), 0.00 hours, stage 0",
+        "name Ada: 10 tokens (100.0%), 0.00 hours, 1 peer",
+        "team Foxes: 10 tokens (100.0%), 0.00 hours, 1 peer",
+    ]

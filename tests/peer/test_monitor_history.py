@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dilocox.dht.manifest_revisions import back_to
-from dilocox.peer.chain.round_history import HistoryRow
+from dilocox.peer.chain.round_history import HistoryRow, Named, Told
 from dilocox.peer.monitor.history import MAX_REMEMBERED, MAX_SAMPLES, Samples, SwarmHistory
 from tests.peer.fabricated import NOW, ToldSwarm, digest, peer_id, stage_record
 
@@ -82,7 +82,7 @@ def test_losses_of_rounds_that_the_operator_set_aside_leave_the_curve(
 def test_what_bootstraps_tell_of_rounds_that_were_set_aside_is_not_drawn(tmp_path: Path) -> None:
     swarm = trained_and_back(tmp_path)
     late = [HistoryRow(number, 0, "", NOW, 100, 2.0, 2.0) for number in (1, 2, 30)]
-    swarm.history.told(late, swarm.manifest)  # one that has not heard of the rollback
+    swarm.history.told(Told(late, {}), swarm.manifest)  # one that has not heard of the rollback
     assert sorted(losses(swarm)) == [-1, 0, 1] and swarm.history.curve.told == 1
 
 
@@ -229,6 +229,26 @@ def test_the_name_of_a_peer_is_remembered_when_it_has_left(tmp_path: Path) -> No
     assert (rows[one]["name"], rows[one]["here"]) == ("Ada [2J", False)
     assert len(rows[one]["team"]) == 24 and rows[one]["since"] == NOW + 5
     assert (rows[other]["name"], rows[other]["here"]) == ("", True)
+
+
+def test_a_late_monitor_has_the_names_that_bootstraps_keep_and_live_records_go_first() -> None:
+    swarm = ToldSwarm(stages=1, replicas=2, spares=0)
+    one, other = swarm.stages[0]
+    swarm.commit(0)
+    swarm.stages[0] = {one: stage_record(name="Ada")}
+    swarm.look()
+    names = {peer: Named(peer, "Bob", "Foxes") for peer in (one, other)}
+    swarm.history.told(Told([], names), swarm.manifest)
+    rows = {row["id"]: row for row in swarm.history.contributions(100)}
+    assert (rows[one]["name"], rows[one]["team"]) == ("Ada", "")
+    assert (rows[other]["name"], rows[other]["team"], rows[other]["since"]) == (
+        "Bob",
+        "Foxes",
+        None,
+    )
+    swarm.stages[0][other] = stage_record(name="Eve")
+    look = swarm.look()
+    assert swarm.history.stated[other] == ("Eve", "", look.at)
 
 
 def test_a_file_of_an_older_version_is_read_and_its_peers_have_no_name(tmp_path: Path) -> None:

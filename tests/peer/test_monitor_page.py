@@ -315,6 +315,20 @@ def test_the_page_says_who_sits_out(browser: Window) -> None:
     assert drawn(browser, pages_of(swarm)).count(">sits out<") == 1
 
 
+def test_the_range_of_train_losses_is_drawn_where_heads_state_several(browser: Window) -> None:
+    swarm = trained(stages=1, replicas=2)
+    shown = drawn(browser, pages_of(swarm))
+    assert re.search(r'id="loss-range"[^>]* hidden', shown.dom)
+    for number in (4, 5):
+        for head, loss in zip(list(swarm.replicas), (2.25, 2.5), strict=True):
+            swarm.replicas[head] = replace(swarm.replicas[head], round=number, train_loss=loss)
+        swarm.commit(number)
+        swarm.look()
+    shown = drawn(browser, pages_of(swarm))
+    assert shown.console == () and shown.count('class="band second"') == 1
+    assert not re.search(r'id="loss-range"[^>]* hidden', shown.dom)
+
+
 def test_markup_from_a_peer_is_shown_as_text(browser: Window) -> None:
     swarm = trained(stages=2)
     for peer, told in swarm.stages[1].items():

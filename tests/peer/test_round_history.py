@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from hivemind.p2p import P2P
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest_revisions import back_to
-from dilocox.dht.records import ClaimRecord, StageRecord, averaging_prefix
+from dilocox.dht.records import StageRecord, averaging_prefix
 from dilocox.dht.rpc import Blob, CallRefused, Client
 from dilocox.dht.upload_limit import UploadLimit
 from dilocox.peer.chain import archive_keeper, round_history
@@ -29,17 +29,21 @@ from dilocox.peer.chain.round_history import (
     OPEN_ROUNDS,
     HistoryKeeper,
     HistoryRow,
+    Named,
     RoundHistory,
+    Told,
     ask_history,
     checked_page,
     merge,
     parsed_row,
     signed_page,
 )
+from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.chain.uploads import Source
 from tests.peer.fabricated import (
     NOW,
     RUN,
+    chain_round,
     claim_record,
     digest,
     manifest_of,
@@ -55,6 +59,13 @@ MANIFEST = manifest_of(2)
 def row(number: int, **known: Any) -> HistoryRow:
     made = HistoryRow(number, 0, digest(0, number)[:16], NOW + 10 * number, 1000 * (number + 1))
     return made._replace(**known)
+
+
+def committed(
+    number: int, tokens: int = 0, branch: str = "", peers: Sequence[str] = ()
+) -> ChainRound:
+    made = chain_round(0, number, dict.fromkeys(peers, 10), branch=branch, chain_tokens=tokens)
+    return replace(made, record_bytes=1000)
 
 
 def history(folder: Path) -> RoundHistory:
@@ -151,17 +162,21 @@ def test_it_stays_bounded_from_the_first_round_to_the_last(
 def test_pages_are_small_and_together_all_of_it(
     tmp_path: Path, identities: list[Identity], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    longest = HistoryRow(
-        2**53, 2**53, "f" * 16, 1e12 / 3, 2**53, -1e4 / 3, 1e4 / 3, 1e12 / 3, *[2**53] * 4
+    losses, counts = (-1e4 / 3, 1e4 / 3), [2**53] * 4
+    longest = HistoryRow._make(
+        [*counts[:2], "f" * 16, 1e12 / 3, counts[0], *losses, 1e12 / 3, *counts, *losses]
     )
-    assert len(json.dumps(longest)) * round_history.PAGE_ROWS < MAX_PAGE_BYTES
+    record = stage_record(name="\U0001f98a" * 99, team='"' * 99)
+    named = len(round_history._line(Named.of("1" * 64, record)))  # pyright: ignore[reportPrivateUsage]
+    rows = len(json.dumps(longest)) * round_history.PAGE_ROWS
+    assert rows + named * round_history.MAX_NAMED < MAX_PAGE_BYTES
     monkeypatch.setattr(round_history, "PAGE_ROWS", 4)
     me, kept = identities[0].peer_id, history(tmp_path)
     for number in range(10):
         kept.add(row(number))
     swarm = MemorySwarm(**{me: given(kept, identities[0])})
     asked = ask_history(swarm.client(), [me], RUN, MANIFEST)
-    assert asyncio.run(asked) == [row(number) for number in range(10)]
+    assert asyncio.run(asked) == ([row(number) for number in range(10)], {})
     assert [want["after"] for _, want in swarm.asked] == [FIRST, 3, 7]
 
 
@@ -194,8 +209,8 @@ def test_a_bootstrap_of_an_older_version_and_one_that_is_gone_are_passed_over(
 
     swarm = MemorySwarm(**{"old": lambda want: None, "gone": gone, me: given(kept, identities[0])})
     peers = ["old", "gone", me]
-    assert asyncio.run(ask_history(swarm.client(), peers, RUN, MANIFEST)) == [row(0)]
-    assert asyncio.run(ask_history(swarm.client(), peers[:2], RUN, MANIFEST)) == []
+    assert asyncio.run(ask_history(swarm.client(), peers, RUN, MANIFEST)) == ([row(0)], {})
+    assert asyncio.run(ask_history(swarm.client(), peers[:2], RUN, MANIFEST)) == ([], {})
 
 
 def test_what_another_key_signed_or_what_was_changed_is_refused(
@@ -204,7 +219,7 @@ def test_what_another_key_signed_or_what_was_changed_is_refused(
     kept = history(tmp_path)
     kept.add(row(0, validation=2.5))
     told, me = blob(kept, identities[0]), identities[0].peer_id
-    assert checked_page(told, me, RUN, FIRST) == ([row(0, validation=2.5)], False)
+    assert checked_page(told, me, RUN, FIRST) == (Told([row(0, validation=2.5)], {}), False)
     changed = Blob(facts=told.facts, data=told.data.replace(b"2.5", b"1.5"))
     for other, peer in (
         (told, identities[1].peer_id),
@@ -228,6 +243,10 @@ def test_what_another_key_signed_or_what_was_changed_is_refused(
         '[[0,0,"",1e400,1]]',
         '[[0,0,"nohex",1,1]]',
         '[[0,0,"",1,1,1e5]]',
+        '[[0,0,"",1,1,2.0,null,null,null,null,null,null,2.1,2.2]]',  # no range of that
+        '[], "names": 7',
+        '[], "names": [["../x", "Ada", ""]]',
+        '[], "names": [["QmA", 7, ""]]',
         "[" * 5000 + "]" * 5000,
         f"[{json.dumps(row(1))},{json.dumps(row(0))}]",
         f"[{json.dumps(row(1))},{json.dumps(row(1))}]",
@@ -263,7 +282,7 @@ class Bootstrap:
 
     def __init__(self, folder: Path, identity: Identity):
         self.now = NOW
-        self.chain: list[ClaimRecord] = []
+        self.chain: list[ChainRound] = []
         self.hosts: list[dict[str, StageRecord]] = [
             {peer_id(100 * stage): stage_record()} for stage in range(2)
         ]
@@ -276,19 +295,23 @@ class Bootstrap:
 
     def hear(self, **stated: Any) -> None:
         head, member = peer_id(0), peer_id(100)
-        claims = {stage: self.chain[-1] for stage in range(2) if self.chain}
+        claims = {
+            stage: claim_record(last.round, last.digest)
+            for stage in range(2)
+            for last in self.chain[-1:]
+        }
         self.keeper.hear(self.hosts, {head: replica_record([head, member], **stated)}, claims)
 
     def commit(self, number: int, after_s: float = 10.0, *, branch: str = "") -> None:
         self.now += after_s
-        tokens = 1000 * (number + 1)
-        self.chain.append(claim_record(number, digest(0, number, branch), tokens))
+        self.chain.append(committed(number, 1000 * (number + 1), branch, [peer_id(0)]))
+        self.keeper.credit(0, self.since)
         self.keeper.take(self.since)
 
-    def since(self, known: Collection[str], most: int) -> list[ClaimRecord]:
-        found: list[ClaimRecord] = []
+    def since(self, known: Collection[str], most: int) -> list[ChainRound]:
+        found: list[ChainRound] = []
         for each in reversed(self.chain):
-            if each.digest[:16] in known or len(found) == most:
+            if len(found) == most or any(name and each.digest.startswith(name) for name in known):
                 break
             found.insert(0, each)
         return found
@@ -313,6 +336,26 @@ def test_a_row_says_when_a_round_came_and_what_was_stated_of_it(bootstrap: Boots
     assert (second.at, second.tokens, second.tokens_per_s) == (NOW + 20, 2000, 100.0)
     assert (second.peers, second.replicas, second.record_bytes, second.voids) == (2, 1, 2000, 0)
     assert (third.train, third.validation) == (2.8, 2.25)
+
+
+def test_a_row_has_the_range_of_its_heads_train_losses_but_for_absurd_ones(
+    bootstrap: Bootstrap,
+) -> None:
+    heads = {peer_id(n): loss for n, loss in enumerate((2.0, 2.25, 2.5, 9000.0))}
+    bootstrap.hosts[0] = {head: stage_record() for head in heads}
+
+    def hear(**heads: float) -> None:
+        told = {
+            head: replica_record([head], round=0, train_loss=loss) for head, loss in heads.items()
+        }
+        bootstrap.keeper.hear(bootstrap.hosts, told, {})
+
+    hear(**heads)
+    hear(**{peer_id(3): 9000.0})  # the others are in the next round already
+    bootstrap.commit(0)
+    found = bootstrap.rows()[-1]
+    assert (found.train_low, found.train, found.train_high) == (2.0, 2.25, 2.5)
+    assert parsed_row(json.loads(json.dumps(found))) == found
 
 
 def test_absurd_numbers_of_peers_are_no_part_of_it(bootstrap: Bootstrap) -> None:
@@ -341,7 +384,7 @@ def test_rounds_that_came_while_it_was_away_have_no_time(bootstrap: Bootstrap) -
     bootstrap.commit(0)
     bootstrap.start()
     bootstrap.keeper.take(bootstrap.since, claimed=False)  # what is on its disk
-    bootstrap.chain += [claim_record(n, digest(0, n), 1000 * (n + 1)) for n in (1, 2)]
+    bootstrap.chain += [committed(n, 1000 * (n + 1)) for n in (1, 2)]
     bootstrap.commit(3)
     bootstrap.commit(4)
     bootstrap.commit(5, after_s=5.0)
@@ -352,7 +395,7 @@ def test_rounds_that_came_while_it_was_away_have_no_time(bootstrap: Bootstrap) -
 
 
 def test_rounds_that_are_found_together_have_no_throughput(bootstrap: Bootstrap) -> None:
-    bootstrap.chain.append(claim_record(0, digest(0, 0), 1000))
+    bootstrap.chain.append(committed(0, 1000))
     bootstrap.commit(1)
     bootstrap.commit(2, after_s=0.1)
     assert [each.tokens_per_s for each in bootstrap.rows()] == [None, None, None]
@@ -363,14 +406,14 @@ def test_the_throughput_of_rounds_that_are_found_together_is_that_of_all(
     bootstrap: Bootstrap,
 ) -> None:
     bootstrap.commit(0)
-    bootstrap.chain += [claim_record(n, digest(0, n), 1000 * (n + 1)) for n in (1, 2)]
+    bootstrap.chain += [committed(n, 1000 * (n + 1)) for n in (1, 2)]
     bootstrap.commit(3, after_s=10.0)
     assert [each.tokens_per_s for each in bootstrap.rows()] == [None, 300.0, 300.0, 300.0]
 
 
 def test_many_rounds_at_once_were_not_followed_either(bootstrap: Bootstrap) -> None:
     bootstrap.commit(0)
-    bootstrap.chain += [claim_record(n, digest(0, n)) for n in range(1, LIVE_ROUNDS + 1)]
+    bootstrap.chain += [committed(n) for n in range(1, LIVE_ROUNDS + 1)]
     bootstrap.commit(LIVE_ROUNDS + 1)
     assert [each.at for each in bootstrap.rows()[1:]] == [None] * (LIVE_ROUNDS + 1)
 
@@ -397,11 +440,99 @@ def test_after_a_rollback_nothing_of_the_rounds_before_it_comes_in_again(
     bootstrap.keeper.take(bootstrap.since)  # the archive has not gone back yet
     assert [each.round for each in bootstrap.rows()] == [0, 1]
     rules = later.operation.rules
-    after = replace(claim_record(4, digest(0, 4), 3000), rules=rules)
+    after = replace(committed(4, 3000), rules=rules)
     bootstrap.keeper.take(lambda *_: [after])
     newest = bootstrap.rows()[-1]
     assert (newest.round, newest.rules, newest.tokens) == (4, rules, 3000)
     assert newest.train is None
+
+
+# ---- names ---------------------------------------------------------------------------------------
+def test_names_of_those_in_records_are_kept_when_their_peers_are_gone(bootstrap: Bootstrap) -> None:
+    one, stranger = peer_id(0), peer_id(7)
+    bootstrap.hosts[0] |= {
+        one: stage_record(name="Ada\n", team="F" * 99),
+        stranger: stage_record(name="Ada", team="Foxes"),
+    }
+    bootstrap.hear()
+    assert bootstrap.history.names() == []  # nobody is in a record yet
+    bootstrap.commit(0)
+    bootstrap.hear()
+    kept = [Named(one, "Ada", 23 * "F" + "…")]
+    assert bootstrap.history.names() == kept
+    bootstrap.hosts = [{}, {}]
+    bootstrap.hear()
+    bootstrap.start()  # after a kill
+    assert bootstrap.history.names() == kept
+    # it moved, and its old record says an old name still
+    bootstrap.hosts = [
+        {one: stage_record(name="Old", state="left")},
+        {one: stage_record(name="New")},
+    ]
+    for _ in range(2):
+        bootstrap.hear()
+    assert bootstrap.history.names() == [Named(one, "New")]
+    lines = (bootstrap.folder / "history.jsonl").read_text().splitlines()
+    assert sum(line.startswith('["') for line in lines) == 2
+    bootstrap.hosts[1][one] = stage_record()
+    bootstrap.hear()
+    assert bootstrap.history.names() == [] == history(bootstrap.folder).names()
+
+
+def test_those_of_all_stages_have_names_also_of_rounds_that_came_together(
+    bootstrap: Bootstrap,
+) -> None:
+    bootstrap.hosts[1] = {peer_id(n): stage_record(name=f"peer {n}") for n in range(100, 105)}
+    chain = [committed(n, peers=[peer_id(100 + n)]) for n in range(2)]
+    bootstrap.keeper.credit(1, lambda known, most: chain[-most:])
+    chain += [committed(n, peers=[peer_id(100 + n)]) for n in range(2, 4)]
+    bootstrap.keeper.credit(1, lambda known, most: chain[2:] if chain[1].digest in known else [])
+    bootstrap.hear()
+    assert {each.name for each in bootstrap.history.names()} == {
+        f"peer {n}" for n in range(100, 104)
+    }
+
+
+def test_of_too_many_names_those_go_whose_last_record_is_the_oldest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(round_history, "MAX_NAMED", 3)
+    monkeypatch.setattr(round_history, "SPARE_LINES", 10)
+    kept, peers = history(tmp_path), [peer_id(number) for number in range(5)]
+    kept.credit(peers[:3])
+    kept.credit(peers[:1])
+    kept.credit(peers[3:4])
+    for number in range(99):
+        kept.hear({peer: stage_record(name=f"{number}") for peer in peers})
+    named = {peers[0], peers[2], peers[3]}
+    assert {each.peer for each in kept.names()} == named
+    assert len((tmp_path / "history.jsonl").read_bytes().splitlines()) <= 4 * 3 + 11
+    assert {each.peer for each in history(tmp_path).names()} == named
+
+
+def test_the_witness_names_peers_and_others_only_those_that_it_does_not(
+    tmp_path: Path, identities: list[Identity]
+) -> None:
+    finds = dict[str, Callable[[dict[str, Any]], Source]]()
+    one, other = peer_id(1), peer_id(2)
+    for identity, names in zip(
+        identities, ({one: "Ada"}, {one: "Eve", other: "Bob"}), strict=False
+    ):
+        kept = history(tmp_path / identity.peer_id)
+        kept.credit(names)
+        kept.hear({peer: stage_record(name=name) for peer, name in names.items()})
+        finds[identity.peer_id] = given(kept, identity)
+    client, peers = MemorySwarm(**finds).client(), list(finds)
+    found = asyncio.run(ask_history(client, peers, RUN, MANIFEST))
+    assert found == ([], {one: Named(one, "Ada"), other: Named(other, "Bob")})
+    assert asyncio.run(ask_history(client, peers, RUN, MANIFEST, after=3)).names == {}
+
+
+def test_an_answer_of_a_version_without_names_is_read(identities: list[Identity]) -> None:
+    data = f'{{"run": "{RUN}", "after": -2, "more": false, "rows": [[0,0,"",1,1]]}}'.encode()
+    signature = identities[0].sign(round_history.PURPOSE + data)
+    found, _ = checked_page(Blob({"signature": signature}, data), identities[0].peer_id, RUN, FIRST)
+    assert found == ([HistoryRow(0, 0, "", 1.0, 1)], {})
 
 
 # ---- over a real connection ----------------------------------------------------------------------
@@ -409,7 +540,7 @@ def test_a_keeper_gives_its_history_to_whoever_asks_over_the_network(
     tmp_path: Path, identities: list[Identity], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The archive is one that is told; all else is what a bootstrap runs."""
-    identity, chain = identities[0], [claim_record(0, digest(0, 0), 1000)]
+    identity, chain = identities[0], [committed(0, 1000)]
 
     async def done(*_: object) -> None:
         pass
@@ -423,7 +554,7 @@ def test_a_keeper_gives_its_history_to_whoever_asks_over_the_network(
     keeper = Keeper(RUN, identity.peer_id, identity.peer_id, manifest, tmp_path, kept)
     (tmp_path / "stage0").mkdir()
 
-    async def run() -> list[HistoryRow]:
+    async def run() -> Told:
         own = await P2P.create(identity_path=str(identity.path), startup_timeout=60)
         other = await P2P.create(initial_peers=await own.get_visible_maddrs(), startup_timeout=60)
         try:
@@ -435,8 +566,8 @@ def test_a_keeper_gives_its_history_to_whoever_asks_over_the_network(
                 record_bytes=0,
             )
             deadline = time.monotonic() + 60
-            found: list[HistoryRow] = []
-            while not found and time.monotonic() < deadline:
+            found = Told([], {})
+            while not found.rows and time.monotonic() < deadline:
                 found = await ask_history(client, [identity.peer_id], RUN, manifest)
             return found
         finally:
@@ -444,6 +575,6 @@ def test_a_keeper_gives_its_history_to_whoever_asks_over_the_network(
             await other.shutdown()
             await own.shutdown()
 
-    found = asyncio.run(run())
+    found = asyncio.run(run()).rows
     assert [(each.round, each.tokens, each.at) for each in found] == [(0, 1000, NOW)]
     assert keeper.served["record"] > 100

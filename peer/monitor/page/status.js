@@ -55,8 +55,8 @@ const capital = sentence => sentence[0].toUpperCase() + sentence.slice(1);
 // ---- what the figures say together ----------------------------------------------------------------
 function roundsOf(status) {
   return (status.curve || []).map(
-    ([round, tokens, at, train, validation, low, high, speed, peers]) =>
-      ({round, tokens, at, train, validation, low, high, speed, peers}));
+    ([round, tokens, at, train, validation, low, high, speed, peers, trainLow, trainHigh]) =>
+      ({round, tokens, at, train, validation, low, high, speed, peers, trainLow, trainHigh}));
 }
 /* Rows [at, tokens a second, peers]: of the rounds before this monitor looked, then its own looks.
    Nothing before the first peer, nothing after the last one of a run that has ended. */
@@ -131,7 +131,7 @@ function pieces(points, apart) {
 }
 /* Where a label may stand beside a point: [how unwelcome, left edge, base line]. */
 function labelPlaces(x, y, wide) {
-  return [14, 20, 28, 40, 56].flatMap((gap, n) => [-4, 4 - wide, -wide / 2, 10, -wide - 10].flatMap(shift =>
+  return [14, 20, 27, 34, 42, 50].flatMap((gap, n) => [-4, 4 - wide, -wide / 2, 10, -wide - 10].flatMap(shift =>
     [[n, x + shift, y + gap + 6], [n, x + shift, y - gap + 2]]));
 }
 /* How many points of these lines, one each few pixels, are in a box. */
@@ -198,7 +198,7 @@ function chart(id, series, options) {
   const path = line => line.map(([a, b]) => `${x(a).toFixed(1)},${y(b).toFixed(1)}`).join(" ");
   for (const each of series) if (each.band && each.band.length > 1)
     for (const piece of pieces(each.band, each.apart || (() => false)))
-      make(svg, "polygon", {class: "band", points: path(piece.map(p => [p[0], p[2]])) + " " +
+      make(svg, "polygon", {class: "band " + each.name, points: path(piece.map(p => [p[0], p[2]])) + " " +
         path(piece.map(p => [p[0], p[1]]).reverse())});
   for (const each of series) {
     for (const piece of each.pieces) {
@@ -238,15 +238,16 @@ function drawLoss(status, rounds) {
   const apart = (a, b) =>
     status.rollbacks && status.rollbacks.some(round => a[2].round <= round && round < b[2].round);
   const line = name => pieces(rows.filter(each => known(each[name])).map(each => [x(each), each[name], each]), apart);
-  const band = rows.filter(each => known(each.low) && known(each.high)).map(each => [x(each), each.low, each.high, each]);
+  const band = (low, high) => ({apart: (a, b) => apart([0, 0, a[3]], [0, 0, b[3]]),
+    band: rows.filter(each => known(each[low]) && known(each[high])).map(each => [x(each), each[low], each[high], each])});
   const best = bestOf(rows);
   const after = round => rows.find(each => each.round > round);
   const marks = (status.rollbacks || []).filter(after).map(round => [x(after(round)), `back to round ${round}`]);
-  show("loss-range", band.some(each => each[1] < each[2]));
+  show("loss-range", rows.some(each => each.high > each.low || each.trainHigh > each.trainLow));
   show("loss-back", marks.length > 0);
   fill("loss-title", byTokens ? "Loss by tokens" : "Loss by round");
-  chart("loss", [{name: "second", pieces: line("train")}, {name: "first", pieces: line("validation"), band,
-    apart: (a, b) => apart([0, 0, a[3]], [0, 0, b[3]])}], {
+  chart("loss", [{name: "second", pieces: line("train"), ...band("trainLow", "trainHigh")},
+    {name: "first", pieces: line("validation"), ...band("low", "high")}], {
     label: byTokens ? "loss by tokens" : "loss by round", empty: "no loss has been told yet",
     height: innerWidth < 560 ? 240 : 386, least: byTokens ? rows.length && x(rows[0]) / 2 : 1, logX: byTokens, logY: true,
     best: best && [x(best), best.validation],

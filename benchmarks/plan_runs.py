@@ -175,18 +175,15 @@ def measured_steps(setting: Setting) -> list[tuple[float, float]]:
 
 def _measure_steps(setting: Setting) -> list[tuple[float, float]]:
     from dilocox.peer.commands import doctor_bench
+    from dilocox.peer.process.prepare import StageNeeds
 
     forward_s = setting.pass_s * FORWARD_SHARE
     paced_passes.pace(forward_s, setting.pass_s - forward_s)
     torch.set_num_threads(1)
     manifest, found = setting.manifest, list[tuple[float, float]]()
     for stage in range(manifest.stages):
-        measure_stage = partial(
-            doctor_bench._measured,  # pyright: ignore[reportPrivateUsage]
-            manifest,
-            stage,
-            torch.device("cpu"),
-        )
+        needs = StageNeeds(manifest, stage)
+        measure_stage = partial(doctor_bench.measured_speed, needs, torch.device("cpu"))
         measure_stage()  # loads libraries
         began, computed = time.perf_counter(), time.process_time()
         seconds = manifest.batch.tokens_per_step / measure_stage()
@@ -212,10 +209,8 @@ def measure(setting: Setting) -> Measured:
 def _favour(links: Links) -> None:
     """Peers that sleep most of the time go first (paced_passes.py), and their lines before them: on
     a machine with fewer cores than peers a packet must not wait for whom it is to slow down."""
-    relay = links._relay  # pyright: ignore[reportPrivateUsage]
-    if relay is not None:
-        with contextlib.suppress(OSError):
-            Path(f"/proc/{relay.pid}/autogroup").write_text("-15")
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{links.relay}/autogroup").write_text("-15")
 
 
 def _watched(swarm: PacedSwarm, setting: Setting) -> Measured:

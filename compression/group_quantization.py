@@ -65,7 +65,7 @@ GROUP_SIZE: Final = 64
 SMALLEST_SCALE: Final = 2.0**-24  # fp16's smallest number above zero
 
 # values: a block and its scratch fit a core's cache, the interpreter does not show
-_CPU_BLOCK = 1 << 18
+CPU_BLOCK = 1 << 18
 _DEVICE_BLOCK = 1 << 24  # values: few kernel launches on an accelerator
 _SCALE_SLACK = 1 - 2.0**-20  # decoded 16-bit values were rounded to fp32; their scale must not grow
 _MAGNITUDE_MASK = 0x7FFFFFFF
@@ -78,7 +78,7 @@ def group_count(numel: int, size: int = GROUP_SIZE) -> int:
 
 def block_size(tensor: Tensor) -> int:
     """How many values to work on at a time, a multiple of 64. Results do not depend on it."""
-    return _CPU_BLOCK if tensor.device.type == "cpu" else _DEVICE_BLOCK
+    return CPU_BLOCK if tensor.device.type == "cpu" else _DEVICE_BLOCK
 
 
 def blocks(values: Tensor) -> Iterator[tuple[slice, Tensor]]:

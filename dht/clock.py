@@ -60,18 +60,18 @@ class RunClock:
     """Run time in seconds since the epoch. Make it before any process is forked."""
 
     def __init__(self) -> None:
-        self._start = time.time() - _ticks()
+        self._start = time.time() - ticks()
         # Without a lock: a process that is killed while it holds one would stop all clocks.
         self._offset = multiprocessing.get_context("fork").RawValue("d", 0.0)
-        self._measured_at = _ticks()
+        self._measured_at = ticks()
 
     def time(self) -> float:
         """Run time now."""
-        return self._start + _ticks() + self._offset.value
+        return self._start + ticks() + self._offset.value
 
     def monotonic(self) -> float:
         """Seconds that never step back and go on while the machine sleeps, as the swarm does."""
-        return _ticks()
+        return ticks()
 
     @property
     def offset(self) -> float:
@@ -80,7 +80,7 @@ class RunClock:
     def measured(self, offset: float) -> None:
         """Set the offset, as `median_offset` gave it for samples taken with `own_time`."""
         self._offset.value = offset
-        self._measured_at = _ticks()
+        self._measured_at = ticks()
 
     def measured_again(self, offset: float) -> None:
         """Move towards an offset, by a second a minute at most since it was measured last.
@@ -88,13 +88,13 @@ class RunClock:
         No clock runs so wrong that more were due; a bootstrap that lies about the time would have
         peers miss each other's groups.
         """
-        most = MOST_SLEW * (_ticks() - self._measured_at)
+        most = MOST_SLEW * (ticks() - self._measured_at)
         change = offset - self._offset.value
         self.measured(self._offset.value + max(-most, min(most, change)))
 
     def own_time(self) -> float:
         """This machine's clock without the offset: what offsets are measured from."""
-        return self._start + _ticks()
+        return self._start + ticks()
 
     def install(self) -> None:
         """Make hivemind use this clock, in this process and in those forked from it later."""
@@ -112,4 +112,4 @@ def _monotonic() -> Callable[[], float]:
     return time.monotonic
 
 
-_ticks = _monotonic()
+ticks = _monotonic()

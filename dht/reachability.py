@@ -116,12 +116,12 @@ async def _greets(ips: Sequence[str], port: int) -> bool:
     for ip in ips:
         left_s = end - asyncio.get_running_loop().time()
         with contextlib.suppress(OSError, EOFError, asyncio.TimeoutError):
-            if await asyncio.wait_for(_greeting(ip, port), left_s) == GREETING:
+            if await asyncio.wait_for(greeting_of(ip, port), left_s) == GREETING:
                 return True
     return False
 
 
-async def _greeting(ip: str, port: int) -> bytes:
+async def greeting_of(ip: str, port: int) -> bytes:
     reader, writer = await asyncio.open_connection(ip, port)
     try:
         writer.write(GREETING)

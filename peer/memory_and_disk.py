@@ -34,7 +34,7 @@ _GROUPS = (
     ("memory.max", "memory.current", "memory.stat"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
 )
-_GROUPS_FOLDER = Path("/sys/fs/cgroup")
+GROUPS_FOLDER = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,9 +202,9 @@ def _left_in_group(limit: str, used: str, details: str) -> float:
     Files that were read and can be dropped count as used there, but are given back when needed.
     """
     try:
-        allowed = int((_GROUPS_FOLDER / limit).read_text())
-        taken = int((_GROUPS_FOLDER / used).read_text())
-        lines = (_GROUPS_FOLDER / details).read_text().splitlines()
+        allowed = int((GROUPS_FOLDER / limit).read_text())
+        taken = int((GROUPS_FOLDER / used).read_text())
+        lines = (GROUPS_FOLDER / details).read_text().splitlines()
     except (OSError, ValueError):  # a limit of "max" is none
         return math.inf
     facts = dict(line.split(maxsplit=1) for line in lines if " " in line)

@@ -174,7 +174,7 @@ class SimulatedPeer:
             lambda now: world.revision_for(name, now),
         )
         self.events = _Events(self._arm)
-        self.events.loan.offer()
+        self.events.lease.offer()
         self.coordinator = self._new_coordinator()
         self.chain, self.driver = self.coordinator.chain, self.coordinator.driver
         self._inner_step = self._epoch = 0
@@ -308,8 +308,8 @@ class SimulatedPeer:
             self.events.waiting -= 1
             self._take(event)
             if isinstance(event, Committed | Resynced):
-                self.events.loan.give_back()
-                self.events.loan.offer()
+                self.events.lease.give_back()
+                self.events.lease.offer()
             event.taken.set()
             self._wake()
         due = self.coordinator.send_due() if self._joined else None
@@ -442,7 +442,7 @@ class SimulatedPeer:
     def _run_tick(self) -> None:
         clock, coordinator = self._threads.control, self.coordinator
         clock.spent = 0.0
-        coordinator.status = self._status()
+        coordinator.status = self.loop_status()
         coordinator.tick()
         blocked_s, clock.spent = clock.spent + self.world.tick_s, 0.0
         self._busy_until = self.world.timeline.now + blocked_s
@@ -474,7 +474,7 @@ class SimulatedPeer:
         # after that a bell of its own, or an end that is not decided yet
         return min(left_s, self.world.far_s) if left_s > 0 else NEAR_S
 
-    def _status(self) -> LoopStatus:
+    def loop_status(self) -> LoopStatus:
         self.count_steps()
         books, head = self.books, self.leader
         members: tuple[str, ...] = ()

@@ -185,7 +185,7 @@ class PeerService(ServicerBase):
         async def find(want: dict[str, Any]) -> Source | None:
             short = want["what"] == "certificate" or want.get("header")
             if short or self.local.swarm.admits(peer):
-                return await self._find(want)
+                return await self.find(want)
             self.refused.add("admission")
             return None
 
@@ -216,7 +216,8 @@ class PeerService(ServicerBase):
             for attempt in self.attempts.values()
         )
 
-    async def _find(self, want: dict[str, Any]) -> Source | None:
+    async def find(self, want: dict[str, Any]) -> Source | None:
+        """What somebody who may have it asks for; None if it is not here."""
         match want["what"]:
             case "mean":
                 attempt = self.attempts.get(want["group"])

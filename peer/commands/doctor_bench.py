@@ -50,7 +50,7 @@ def measure_speed(option: str, needs: StageNeeds, *, limit_s: float) -> SpeedFac
             per_token = FLOPS_PER_PARAMETER * max(1, needs.values)
             flops = _multiplied(device, needs.manifest.inner.precision) * EFFICIENCY
             found.append(SpeedFacts(tokens_per_s=flops / per_token, measured=False))
-            found.append(SpeedFacts(tokens_per_s=_measured(needs, device)))
+            found.append(SpeedFacts(tokens_per_s=measured_speed(needs, device)))
         except (DilocoxError, RuntimeError, MemoryError, ValueError) as error:
             reason = (str(error) or type(error).__name__).splitlines()[0]
             found.append(SpeedFacts(fault=reason))
@@ -96,7 +96,7 @@ def _multiplied(device: torch.device, precision: str) -> float:
     return 2 * MATRIX**3 * count / (time.perf_counter() - began)
 
 
-def _measured(needs: StageNeeds, device: torch.device) -> float:
+def measured_speed(needs: StageNeeds, device: torch.device) -> float:
     """Tokens a second of the stage: microbatches, and the optimizer's step that ends them."""
     manifest, stage = needs.manifest, needs.stage
     batch, last = manifest.batch, stage == manifest.stages - 1

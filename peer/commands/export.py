@@ -382,7 +382,7 @@ def evaluate_checkpoint(
 
     Raises InvalidInput if the folder holds no complete checkpoint.
     """
-    model = _load_model(folder).to(device).eval()
+    model = load_model(folder).to(device).eval()
     total = 0.0
     with torch.no_grad():
         for start in range(0, len(windows), batch):
@@ -432,7 +432,7 @@ class TextModel:
 
     def __init__(self, folder: Path):
         """Raises InvalidInput if the folder holds no complete checkpoint."""
-        self._model: Any = _load_model(folder).eval()
+        self._model: Any = load_model(folder).eval()
         load = cast(Any, AutoTokenizer).from_pretrained
         self.tokenizer: Any = load(str(folder), local_files_only=True)
         self.positions: int | None = getattr(self._model.config, "max_position_embeddings", None)
@@ -584,7 +584,7 @@ def _write_configs(
     settings.save_pretrained(str(draft))
 
 
-def _load_model(folder: Path) -> Any:
+def load_model(folder: Path) -> Any:
     """The model of a checkpoint folder by plain transformers, checked to be complete."""
     remedy = "export the run again"
     had_bars = transformers_logging.is_progress_bar_enabled()

@@ -207,14 +207,14 @@ class Attempt:
                 self._group.spawn(self._reduce(column))
             if self._group.opposite:
                 self._group.spawn(self._tell_other_rows())
-            record = await self._exchange()
+            record = await self.exchange_parts()
             return await self._decide(record)
         finally:
             self.running = False
             self._group.cancel()
             self._shares.give_up()
 
-    async def _exchange(self) -> bytes | None:
+    async def exchange_parts(self) -> bytes | None:
         """The record; None if a mean cannot be had or the attempt is void."""
         last = len(self._setup.phases) - 1
         earlier: list[Tensor] = []

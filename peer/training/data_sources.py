@@ -143,7 +143,7 @@ def _source_paths(library: Path) -> Iterator[Path]:
 
 
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
-_HUB_ANSWER_S = 10.0
+HUB_ANSWER_S = 10.0
 
 
 def find_files(spec: DataSpec) -> list[Piece]:
@@ -334,7 +334,7 @@ def require_hub(
     hub: Any = importlib.import_module("huggingface_hub")
     errors: Any = importlib.import_module("huggingface_hub.errors")
     try:
-        getattr(hub.HfApi(), f"{kind}_info")(name, revision=revision, timeout=_HUB_ANSWER_S)
+        getattr(hub.HfApi(), f"{kind}_info")(name, revision=revision, timeout=HUB_ANSWER_S)
     except errors.RevisionNotFoundError as error:
         raise InvalidInput(
             f"{field} {name!r} has no revision {revision!r} on the Hugging Face hub; name a commit "

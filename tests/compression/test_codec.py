@@ -88,7 +88,7 @@ def test_bytes_do_not_depend_on_blocks_or_threads(bits: int, monkeypatch: pytest
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(threads % 2 + 1)
-        monkeypatch.setattr(group_quantization, "_CPU_BLOCK", 192 * 64)
+        monkeypatch.setattr(group_quantization, "CPU_BLOCK", 192 * 64)
         assert torch.equal(codec.encode(values), payload)
         assert torch.equal(codec.decode(payload, values.numel()), decoded)
     finally:

@@ -183,7 +183,7 @@ def test_bytes_do_not_depend_on_blocks_or_threads(monkeypatch: pytest.MonkeyPatc
     several = GroupCodec(2, workers=Workers(3))
     assert torch.equal(several.encode(values), payload)
     assert torch.equal(several.decode(payload, values.numel()), decoded)
-    monkeypatch.setattr(group_quantization, "_CPU_BLOCK", 3 * GROUP)
+    monkeypatch.setattr(group_quantization, "CPU_BLOCK", 3 * GROUP)
     assert torch.equal(CODEC.encode(values[:100_001]), CODEC.encode(values[:100_001].clone()))
     small = CODEC.encode(values[:100_001])
     monkeypatch.undo()

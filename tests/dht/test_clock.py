@@ -48,7 +48,7 @@ def test_a_bootstrap_that_lies_about_the_time_moves_it_by_a_second_a_minute(
     monkeypatch: pytest.MonkeyPatch, told: float, expected: float
 ) -> None:
     ticks = [1000.0]
-    monkeypatch.setattr("dilocox.dht.clock._ticks", lambda: ticks[0])
+    monkeypatch.setattr("dilocox.dht.clock.ticks", lambda: ticks[0])
     clock = RunClock()
     clock.measured(0.0)
     for minutes in (1, 2):

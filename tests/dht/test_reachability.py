@@ -239,7 +239,7 @@ def test_a_bootstrap_has_nobody_look_into_its_own_network(
     async def scene(peers: list[P2P]) -> None:
         bootstrap = str(peers[1].peer_id)
         await serve(peers[0], bootstraps={bootstrap}, local_network=local_network)
-        monkeypatch.setattr(reachability, "_greeting", greeting)
+        monkeypatch.setattr(reachability, "greeting_of", greeting)
         question = {
             "addresses": ["/ip4/192.168.1.1/tcp/80"],
             "seen": ["192.168.1.1", "8.8.8.8", "not an address"],
@@ -278,7 +278,7 @@ def test_nobody_is_made_to_look_into_its_own_network(
         dialled.append(ip)
         return reachability.GREETING
 
-    monkeypatch.setattr(reachability, "_greeting", greeting)
+    monkeypatch.setattr(reachability, "greeting_of", greeting)
     seen = frozenset({"198.51.100.7"})
     assert asyncio.run(reachability.working([address], seen)) == ("/ip4/198.51.100.7/tcp/22",)
     assert dialled == ["198.51.100.7"]  # where it comes from, and nowhere else

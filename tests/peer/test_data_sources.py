@@ -372,7 +372,7 @@ class TestHubOutOfReach:
     @pytest.fixture
     def unanswered(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         """A hub that takes the connection and never says a word."""
-        monkeypatch.setattr(data_sources, "_HUB_ANSWER_S", 0.2)
+        monkeypatch.setattr(data_sources, "HUB_ANSWER_S", 0.2)
         with socket.create_server(("127.0.0.1", 0)) as server:
             address = f"http://127.0.0.1:{server.getsockname()[1]}"
             monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)

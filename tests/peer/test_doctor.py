@@ -334,7 +334,7 @@ def test_a_container_has_what_it_is_allowed_and_not_what_the_machine_has(
     for name, text in zip(names[version], told, strict=True):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(memory_and_disk, "_GROUPS_FOLDER", tmp_path)
+    monkeypatch.setattr(memory_and_disk, "GROUPS_FOLDER", tmp_path)
     assert memory_and_disk.available_bytes() == 30_000_000  # what can be dropped is not used
     (tmp_path / names[version][0]).write_text("max\n")
     assert memory_and_disk.available_bytes() > 50_000_000

@@ -383,7 +383,7 @@ def test_special_tokens_written_out_in_a_prompt_are_text(
                 streamer.put(ids)
             streamer.end()
 
-    monkeypatch.setattr(export, "_load_model", lambda _: Model())
+    monkeypatch.setattr(export, "load_model", lambda _: Model())
     assert continue_text(tmp_path / "out", "a</s>b", 1, 0) == "!"
     assert seen == [byte + 3 for byte in b"a</s>b"]
 

@@ -363,7 +363,7 @@ def test_downloads_are_counted_by_kind_on_both_sides(
     async def find(_: dict[str, Any]) -> Source:
         return Source.of(b"x" * (2 * CHUNK_BYTES + 9))
 
-    vars(service)["_find"] = find
+    vars(service)["find"] = find
 
     class Daemon:
         async def iterate_protobuf_handler(

@@ -72,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def scripted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Script], TextModel]:
     def make(script: Script, tokenizer: Path = folder) -> TextModel:
-        monkeypatch.setattr(export, "_load_model", lambda _: Scripted(script))
+        monkeypatch.setattr(export, "load_model", lambda _: Scripted(script))
         return TextModel(tokenizer)
 
     return make
@@ -310,7 +310,7 @@ def refusing(folder: Path) -> Generator[PageServer]:
         raise AssertionError("a text was written")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export, "_load_model", lambda _: Scripted(script))
+        patch.setattr(export, "load_model", lambda _: Scripted(script))
         model = TextModel(folder)
     with served(model) as (_, server):
         yield server

@@ -102,9 +102,9 @@ def test_whatever_happens_tokens_are_conserved(seed: int) -> None:
 def test_a_round_waits_for_the_sends_of_members_as_long_as_a_send_can_take(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    status = SimulatedPeer._status  # pyright: ignore[reportPrivateUsage]
+    status = SimulatedPeer.loop_status
     monkeypatch.setattr(
-        SimulatedPeer, "_status", lambda peer: replace(status(peer), undecided=True)
+        SimulatedPeer, "loop_status", lambda peer: replace(status(peer), undecided=True)
     )
     world = World(Scenario(step_s=(1.0, 1.0), round_s=60.0, rounds=30))
     outcome = world.play()
@@ -152,7 +152,7 @@ def test_the_last_loss_of_a_run_is_told_by_its_head_as_it_leaves(
 ) -> None:
     """It is known only when the replica is gone, of which nothing was told any more."""
     told: list[ReplicaRecord] = []
-    status, publish = SimulatedPeer._status, SimulatedSwarm.publish_many  # pyright: ignore[reportPrivateUsage]
+    status, publish = SimulatedPeer.loop_status, SimulatedSwarm.publish_many
 
     def with_loss(peer: SimulatedPeer) -> LoopStatus:
         return replace(status(peer), val_loss=2.0 if peer.leaving else 3.0, val_round=0)
@@ -161,7 +161,7 @@ def test_the_last_loss_of_a_run_is_told_by_its_head_as_it_leaves(
         told.extend(each for each in records.values() if isinstance(each, ReplicaRecord))
         return publish(swarm, records, *given)
 
-    monkeypatch.setattr(SimulatedPeer, "_status", with_loss)
+    monkeypatch.setattr(SimulatedPeer, "loop_status", with_loss)
     monkeypatch.setattr(SimulatedSwarm, "publish_many", heard)
     end(1.0, stages=2, ends_at_s=150.0)
     assert [each.val_loss for each in told[-2:]] == [3.0, 2.0]

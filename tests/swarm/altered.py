@@ -379,7 +379,7 @@ def lie(step_s: float, how: str) -> None:
         case "intrudes":
             Admission.admits = admit
         case _:
-            exchange.Attempt._exchange = leave  # pyright: ignore[reportPrivateUsage]
+            exchange.Attempt.exchange_parts = leave
 
 
 def age() -> None:

@@ -215,7 +215,7 @@ function chart(id, series, options) {
       .concat((options.marks || []).map(([v]) => [[x(v), top], [x(v), height - bottom]]));
     const [, leftmost, base] = labelPlaces(x(a), y(b), wide)
       .filter(([, from, at]) => from > left && from + wide <= width - right + 8 && at > top + 12 && at < height - bottom - 3)
-      .map(([far, from, at]) => [far + hits(lines, from - 3, from + wide + 3, at - 13, at + 4), from, at])
+      .map(([far, from, at]) => [far + 3 * hits(lines, from - 3, from + wide + 3, at - 13, at + 4), from, at])
       .reduce((one, other) => other[0] < one[0] ? other : one, [Infinity, x(a) - wide, y(b) - 12]);
     make(svg, "text", {class: "best", x: leftmost, y: base}, text);
   }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import email
+import email.policy
 import re
 import shutil
 import subprocess
@@ -103,6 +104,17 @@ def test_the_wheel_brings_the_command_and_the_licence(wheel: zipfile.ZipFile) ->
     (points,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
     assert b"dilocox = dilocox.peer.cli:main" in wheel.read(points)
     assert any(name.endswith("LICENSE") for name in wheel.namelist())
+
+
+def test_the_indexs_page_says_what_it_is_as_the_readme_does_and_links_to_no_file(
+    wheel: zipfile.ZipFile,
+) -> None:
+    (name,) = [name for name in wheel.namelist() if name.endswith("/METADATA")]
+    facts = email.message_from_bytes(wheel.read(name), policy=email.policy.default)
+    assert facts["Description-Content-Type"] == "text/markdown"
+    text, readme = str(facts.get_content()), (ROOT / "README.md").read_text()
+    assert text.strip().startswith(readme.partition("\n![")[0].strip())
+    assert "![" not in text and not re.search(r"\]\((?!https://)", text)
 
 
 def test_version_and_address_stand_in_one_place_each(wheel: zipfile.ZipFile) -> None:

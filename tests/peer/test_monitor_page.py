@@ -244,6 +244,18 @@ def test_no_name_of_a_stranger_breaks_a_card_or_loads_anything(name: str) -> Non
     assert not any("href" in key or key.startswith("on") for key in keys)
 
 
+@pytest.mark.parametrize("name", ["W" * 24, "漢" * 24, "mixed Letters & 123 (%@)"])
+def test_the_longest_names_fit_on_a_card(browser: Window, name: str) -> None:
+    swarm = trained(stages=1, replicas=1)
+    one = swarm.peer(0, 0)
+    swarm.stages[0][one] = replace(swarm.stages[0][one], name=name, team=name)
+    drawn(browser, pages_of(swarm), f"card/{one}.svg")
+    longest = "Math.max(...[...document.querySelectorAll('svg > svg')].map(each =>"
+    longest += " each.firstChild.getComputedTextLength() / each.getAttribute('width')))"
+    assert browser.run(longest) <= 1
+    assert browser.run("document.documentElement.textContent").count(name) == 3
+
+
 def test_a_monitor_serves_cards_beside_its_pages() -> None:
     swarm = trained(stages=1, replicas=1)
     pages = pages_of(swarm)

@@ -131,7 +131,7 @@ function pieces(points, apart) {
 }
 /* Where a label may stand beside a point: [how unwelcome, left edge, base line]. */
 function labelPlaces(x, y, wide) {
-  return [14, 20, 28, 40, 56].flatMap((gap, n) => [-4, 4 - wide, -wide / 2, 10, -wide - 10].flatMap(shift =>
+  return [14, 20, 27, 34, 42, 50].flatMap((gap, n) => [-4, 4 - wide, -wide / 2, 10, -wide - 10].flatMap(shift =>
     [[n, x + shift, y + gap + 6], [n, x + shift, y - gap + 2]]));
 }
 /* How many points of these lines, one each few pixels, are in a box. */
@@ -215,7 +215,7 @@ function chart(id, series, options) {
       .concat((options.marks || []).map(([v]) => [[x(v), top], [x(v), height - bottom]]));
     const [, leftmost, base] = labelPlaces(x(a), y(b), wide)
       .filter(([, from, at]) => from > left && from + wide <= width - right + 8 && at > top + 12 && at < height - bottom - 3)
-      .map(([far, from, at]) => [far + hits(lines, from - 3, from + wide + 3, at - 13, at + 4), from, at])
+      .map(([far, from, at]) => [far + 3 * hits(lines, from - 3, from + wide + 3, at - 13, at + 4), from, at])
       .reduce((one, other) => other[0] < one[0] ? other : one, [Infinity, x(a) - wide, y(b) - 12]);
     make(svg, "text", {class: "best", x: leftmost, y: base}, text);
   }

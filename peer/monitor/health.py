@@ -70,7 +70,7 @@ def health_of(look: SwarmLook, history: SwarmHistory) -> Health:
 def _state_of(look: SwarmLook, history: SwarmHistory) -> Health:
     state = look.manifest.operation.state
     view = SwarmView(me="", stages=look.stages, run_claims=look.claims.get(0, {}))
-    if state == "ended" or view.says_ended(look.manifest.end_tokens):
+    if state == "ended" or view.says_ended(look.manifest.end_tokens, look.witness):
         return Health("ended", "ended")
     if state == "paused":
         health = Health("paused", "paused")

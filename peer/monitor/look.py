@@ -36,6 +36,7 @@ class SwarmLook:
 
     at: run time, seconds since the epoch. manifest: the operator's newest. bootstraps: by peer id
     in the invite's order, whether they answer. answered: whether the DHT gave an answer at all.
+    witness: the id of the operator's archive, whose claims count first.
     stages, claims: by stage. replicas: by head, only of those that host stage 0.
     """
 
@@ -43,6 +44,7 @@ class SwarmLook:
     manifest: Manifest
     bootstraps: Mapping[str, bool]
     answered: bool = False
+    witness: str = ""
     stages: Mapping[int, Mapping[str, StageRecord]] = field(default_factory=dict)
     claims: Mapping[int, Mapping[str, ClaimRecord]] = field(default_factory=dict)
     replicas: Mapping[str, ReplicaRecord] = field(default_factory=dict)
@@ -101,6 +103,7 @@ class Looker:
             manifest=manifest,
             bootstraps=self._bootstraps(),
             answered=any(found[key] is not None for key in asked),
+            witness=self._place.witness,
             stages=hosts,
             claims={stage: that_count(told, manifest) for stage, told in claims.items()},
             replicas=leading(replicas, hosts[0]),

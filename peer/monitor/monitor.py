@@ -318,7 +318,7 @@ class Monitor:
         retry = time.monotonic() >= self._gap_at + GAP_S
         for stage, chain in enumerate(self._history.stages):
             claims = look.claims.get(stage, {})
-            start = followed(claims, self.place.witness)
+            start = followed(claims, look.witness)
             if start is None:
                 continue
             if start in chain.known:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
@@ -14,7 +14,7 @@ from dilocox.peer.monitor.chains import StageRounds
 from dilocox.peer.monitor.health import STATES, Health, health_of
 from dilocox.peer.monitor.history import SwarmHistory
 from dilocox.peer.monitor.look import SwarmLook
-from tests.peer.fabricated import manifest_of, replica_record, stage_record
+from tests.peer.fabricated import claim_record, manifest_of, replica_record, stage_record
 
 NOON = datetime(2026, 11, 20, 12, 0, tzinfo=timezone.utc).timestamp()
 FULL, JOINING, EMPTY = ("training", "spare"), ("joining",), ()
@@ -32,10 +32,11 @@ def told(
     replicas: int = 2,
     bootstraps: bool = True,
     begun: bool = True,
+    chain_tokens: Mapping[str, int] | None = None,
     progress_at: Sequence[float | None] | None = None,
     **history: float,
 ) -> Health:
-    """stages: the states of their peers. progress_at: of the stages, else noon; the look is some
+    """stages: the states of their peers. chain_tokens: as peers claim them. progress_at: of the stages, else noon; the look is some
     seconds later. history: times that it has.
     """
     look = SwarmLook(
@@ -47,6 +48,8 @@ def told(
             number: {f"{number}.{n}": stage_record(state=each) for n, each in enumerate(states)}
             for number, states in enumerate(stages)
         },
+        claims={0: {peer: claim_record(5, "d", n) for peer, n in (chain_tokens or {}).items()}},
+        witness="archive",
         replicas={str(number): replica_record([], step_s=step_s) for number in range(replicas)},
     )
     made = SwarmHistory.begun(len(stages), "root", history.pop("watched_since", NOON - 3600))
@@ -66,6 +69,11 @@ def test_a_state_is_told_in_one_sentence_and_an_operators_word_goes_first() -> N
     assert told(FULL, FULL) == Health("training", "training")
     assert sentence(FULL, FULL, replicas=0) == "training: replicas form"
     assert told(EMPTY, EMPTY, state="ended") == Health("ended", "ended")
+    whole = MANIFEST.end_tokens
+    assert told(FULL, chain_tokens={"0.0": whole}) == Health("ended", "ended")
+    # peer ids that cost nothing do not end it: what the operator's archive holds counts first
+    strangers = {f"0.{number}": whole for number in range(2)}
+    assert sentence(FULL, chain_tokens={**strangers, "archive": whole - 1}) == "training"
     paused = told(FULL, FULL, after_s=10_000, state="paused")
     assert paused == Health("paused", "paused") and paused.good
     blocked = told(FULL, FULL, EMPTY)

@@ -36,8 +36,8 @@ def told(
     progress_at: Sequence[float | None] | None = None,
     **history: float,
 ) -> Health:
-    """stages: the states of their peers. chain_tokens: as peers claim them. progress_at: of the stages, else noon; the look is some
-    seconds later. history: times that it has.
+    """stages: the states of their peers. chain_tokens: as peers claim them. progress_at: of the
+    stages, else noon; the look is some seconds later. history: times that it has.
     """
     look = SwarmLook(
         at=NOON + after_s,

@@ -95,7 +95,13 @@ class Wandb:
 
         try:
             if self._run is None:
-                quiet = {"silent": True, "console": "off", "disable_git": True}
+                quiet = wandb.Settings(
+                    silent=True,
+                    console="off",
+                    disable_git=True,
+                    x_disable_stats=True,
+                    x_disable_meta=True,
+                )
                 self._run = wandb.init(
                     mode="offline",
                     project="dilocox",
@@ -103,7 +109,7 @@ class Wandb:
                     name=self._id[:12],
                     dir=self._folder,
                     resume="allow",
-                    settings=wandb.Settings(**quiet, x_disable_stats=True, x_disable_meta=True),
+                    settings=quiet,
                 )
                 self._run.define_metric("*", step_metric="round")
             when = {} if at is None else {"_timestamp": at}

@@ -451,7 +451,6 @@ def _check_types(record: RoundRecord) -> None:
         raise RecordRefused("a time in its header is no number")
 
 
-@lru_cache(maxsize=16)
 def compression(spec: CodecSpec) -> Compression:
     """What a stage's codec must know of the manifest's section."""
     return Compression(**{each.name: getattr(spec, each.name) for each in fields(Compression)})
@@ -462,6 +461,7 @@ def stage_codec(manifest: Manifest, layout: FlatLayout, workers: Workers = ALONE
     return StageCodec(layout, compression(manifest.codec), workers)
 
 
+@lru_cache(maxsize=16)
 def largest_group(codec: StageCodec) -> int:
     """How many members a group of this stage may have at most, so that the header of its record
     is within MAX_HEADER_BYTES whatever they state; 0 where not even one fits.

@@ -150,7 +150,8 @@ def test_an_archive_with_a_changed_byte_takes_that_part_of_its_chain_from_others
     assert {path.suffix for path in files} >= {".record", ".certificate", ".json", ".safetensors"}
     for path in files:
         data = path.read_bytes()
-        for place in places_of(data)[::19]:  # one of the beginning, of the middle, of the end
+        # all of a short file; of a long one its beginning, its middle and its end
+        for place in places_of(data)[:: 19 if len(data) >= 100 else 1]:
             copy = tmp_path / "copy"
             shutil.copytree(kept.folder, copy)
             wrong = bytearray(data)

@@ -5,7 +5,8 @@ that hypothesis can shrink it and no number is wasted. The world keeps its own a
 stepped, what records counted and what was lost, apart from the books of the merge.
 
 A send is a line of the journal, then the submit, then its record. A snapshot may come at any time,
-at once or in two pieces with inner steps between them (snapshot_taking.py); all else cuts that one off.
+at once or in two pieces with inner steps between them (snapshot_taking.py); all else cuts that one
+off.
 Who is killed when a line has come since the last one has sent what its state does not know.
 """
 

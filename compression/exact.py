@@ -1,4 +1,5 @@
-"""Arithmetic equal to the last bit on every machine; a file of its own, for its own rules (How).
+"""Arithmetic equal to the last bit on every machine; apart from low_rank.py, for its own
+rules (How).
 
 Why: the factors of an averaged update enter the anchor, and anchors are compared by hash. A sum
 whose order depends on threads or vector width would split the swarm.

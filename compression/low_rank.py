@@ -1,4 +1,5 @@
-"""Low rank: the two vectors that stand for a stage's message in an exchange of two phases.
+"""Low rank: the two vectors that stand for a stage's message in an exchange of two phases. Apart
+from stage_codec.py, which knows dense messages too and cuts them into parts.
 
 Why: the update of a matrix [rows, cols] is mostly in a few directions (PowerSGD, arXiv 1905.13727;
 DiLoCoX, arXiv 2506.21263). Its message M is exchanged as P = M Q, with a basis Q that all know, and

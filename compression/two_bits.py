@@ -1,4 +1,5 @@
-"""Two bits a value: one of four levels, for groups of 256 values with one step each.
+"""Two bits a value: one of four levels, for groups of 256 values with one step each. Apart from the
+other widths, because its levels are not evenly spaced.
 
 Why: what the members of a group average is close to normally distributed, and a quarter of the bits
 of 8-bit codes then costs no loss that can be measured. A grid of equal steps with a zero, as

@@ -1,4 +1,5 @@
-"""Which nodes keep the values under a key, and what they are told and asked.
+"""Which nodes keep the values under a key, and what they are told and asked. Apart from node.py: it
+is Kademlia's walk alone.
 
 The nodes nearest to a key keep what is under it. They change only where nodes come and go near it,
 so they are searched for every ten minutes and not with every call. A value goes to all of them; a

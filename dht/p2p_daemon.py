@@ -1,4 +1,5 @@
-"""p2pd, the libp2p daemon, owned by a thread of the DHT child.
+"""p2pd, the libp2p daemon, owned by a thread of the DHT child. Apart from node.py, which says what
+the node does; this keeps one program alive.
 
 hivemind would start p2pd inside its DHT node. Here it starts before the node, so that run time can
 be measured against the bootstraps first (hivemind refuses a peer whose clock is three seconds off)

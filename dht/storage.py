@@ -1,4 +1,5 @@
-"""What a DHT node keeps for others: hivemind's storage, bounded by owner and altogether.
+"""What a DHT node keeps for others: hivemind's storage, bounded by owner and altogether. Apart from
+protocol.py, whose rules of the wire it does not know.
 
 A value under a subkey is signed by its owner, whose peer id the subkey is (validator.py), so whose
 it is need not be believed. Nobody has more than so many keys and bytes here: of what is beyond, its

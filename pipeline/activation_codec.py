@@ -1,4 +1,5 @@
-"""Numbers between stages: activations, their gradients and token windows into bytes and back.
+"""Numbers between stages: activations, their gradients and token windows into bytes and back. Apart
+from frames.py, which lets bytes alone: this is arithmetic on tensors.
 
 Why: over a volunteer's uplink the codec decides how much of the time a pipeline computes. So every
 link has the most faithful one that its speed allows (`tuning`).

@@ -1,4 +1,5 @@
-"""How a head finds its members, and finds out who is missing.
+"""How a head finds its members, and finds out who is missing. Apart from head.py, which orders
+steps among members that it has.
 
 Records say who might be free (candidates.py), a ping how far away a peer is, and only the peer
 itself whether it is free (reservation.py). A peer that gave no answer is left alone for a while:

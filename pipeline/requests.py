@@ -1,4 +1,5 @@
-"""The network thread's way to p2pd: streams to other peers, and those that others open here.
+"""The network thread's way to p2pd: streams to other peers, and those that others open here. Apart
+from network.py: this is what goes over streams, that is the thread and its deadlines.
 
 A short request (ping, reserve, assign, release) is a fresh stream with one frame there and one
 back; to a peer that can only dial out, and has not dialled this one, it goes as a letter

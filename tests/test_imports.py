@@ -169,6 +169,20 @@ def test_peer_has_few_files_of_its_own_and_no_file_is_too_long_to_read() -> None
     assert not {path: count for path, count in lines.items() if count > 650}
 
 
+def test_a_file_that_one_other_needs_says_at_once_why_it_stands_apart() -> None:
+    """But for commands, which only cli.py names."""
+    for path in modules():
+        module = "dilocox." + ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        users = {
+            user
+            for user in modules()
+            if any(f"{name}.".startswith(f"{module}.") for name in imports(user))
+        }
+        if len(users) == 1 and users != {ROOT / "peer" / "cli.py"}:
+            first = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0]
+            assert "apart" in first.lower(), f"{path}: only {users} imports it"
+
+
 def test_compression_needs_nothing_but_torch_and_numpy() -> None:
     import sys
 

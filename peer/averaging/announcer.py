@@ -1,5 +1,6 @@
 """When and how a peer tells the swarm about itself, and hears the others: records in and out of the
 DHT. `look` waits for the DHT, in a thread of its own; the rest makes records and waits for nothing.
+Apart from coordinator.py, which decides by what is heard.
 
 `Cadence` says how often a peer tells and hears, so that it costs no more than a budget of bytes.
 

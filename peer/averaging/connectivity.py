@@ -1,4 +1,5 @@
-"""The connections between a peer and the others of its swarm, kept open while it runs.
+"""The connections between a peer and the others of its swarm, kept open while it runs. Apart from
+coordinator.py: it talks to p2pd and knows no rounds.
 
 Its coordinator says whom to dial and when to ask whether others still reach it; its averaging
 process, which has the handle to p2pd, does so and answers those who ask the same (averager.py,

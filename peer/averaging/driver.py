@@ -1,4 +1,5 @@
-"""Takes one send from the training loop to its end: committed, or undone.
+"""Takes one send from the training loop to its end: committed, or undone. Apart from
+coordinator.py, which has many cares: this is one send's life.
 
 A state machine, driven by the coordinator's thread:
 

@@ -1,4 +1,5 @@
 """How the members of an attempt find each other: hivemind's matchmaking, made cheap and prompt.
+Apart from averager.py: it overrides hivemind's own classes, and must follow their changes.
 
 hivemind takes one group key and one schema for all of an averager's life, lets a group wait until
 its time even if everybody is in it, and its leader asks the DHT for others without a pause: seen

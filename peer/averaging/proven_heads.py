@@ -1,5 +1,6 @@
 """Heads whose replicas learn, as far as peers of other stages can see: they go first where several
-want the same spare (pipeline/reservation.py).
+want the same spare (pipeline/reservation.py). Apart from coordinator.py: a rule of its own over
+records.
 
 A head is in the records of stage 0 alone, which peers of other stages do not keep. But those that
 train with it are in theirs, and say in the DHT, signed, whose replica they are in. Keys that never

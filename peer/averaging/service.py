@@ -1,4 +1,5 @@
 """What a peer's averaging process answers to other peers: parts, means, votes, records, states.
+Apart from averager.py, which asks others.
 
 Nothing here trusts what comes in: lengths are checked before bytes are taken, what is malformed
 is refused with a word about why, and no handler writes bulk data without being asked for it, so

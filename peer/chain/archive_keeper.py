@@ -1,5 +1,5 @@
 """Keeps every stage's newest state and records beside the bootstrap, so that none of it is lost
-when all peers of a stage leave.
+when all peers of a stage leave. Apart from the command, which runs other things too.
 
 It follows what peers claim (archive.py: what happens to one stage, without a thread or a network of
 its own; together the two are over 650 lines), gives what it has to whoever asks by the call that

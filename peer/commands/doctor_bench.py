@@ -1,5 +1,5 @@
-"""How fast this machine computes a stage: a few microbatches of it. It imports torch, which the
-doctor does only once it is known that the libraries can be loaded.
+"""How fast this machine computes a stage: a few microbatches of it. Apart from doctor.py: this
+imports torch, which that does only once it is known that the libraries can be loaded.
 
 The questions are answered in daemon threads with a deadline: where the stage is large or the
 machine slow, the doctor goes on without an answer, and the thread ends with the command. Both may

@@ -1,4 +1,5 @@
 """A card of one peer to be shown elsewhere: what it gave to the run, as an SVG image of fixed size.
+Apart from the page, whose style it cannot use where it is shown.
 
 Nothing in it is loaded from anywhere, and texts of strangers are escaped, and set smaller or cut
 where a line has no room for them.

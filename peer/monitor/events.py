@@ -1,5 +1,6 @@
 """What happened in a run, in lines for people: who came, moved and left, what broke and healed,
-what the operator changed, and what the run has reached.
+what the operator changed, and what the run has reached. Apart from history.py, which remembers
+them: this is their words.
 
 Pure: from two looks. What happens again and again is one line with a number.
 """

@@ -1,4 +1,5 @@
 """What the model writes after one prompt as it gets better, and how large it is: by quiet children.
+Apart from monitor.py: it has processes of its own.
 
 `dilocox generate` fetches the newest anchors, continues the operator's prompt and ends, and its
 memory with it. It runs at a low priority, in one thread, not for longer than a deadline, and then

@@ -1,4 +1,5 @@
-"""What a monitor shows of the swarm. Pure: from a look and what is remembered.
+"""What a monitor shows of the swarm. Pure: from a look and what is remembered. Apart from
+monitor.py, which looks and serves.
 
 `status_of` is for the status page: plain values for JSON. No address of a peer is in it, and every
 text that a peer chose is cut to one short line.

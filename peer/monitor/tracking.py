@@ -1,5 +1,6 @@
 """The run's rounds as other programs' files: `dilocox monitor --track FOLDER` writes event files of
-TensorBoard, `--track-wandb FOLDER` the offline files of wandb, which `wandb sync` uploads.
+TensorBoard, `--track-wandb FOLDER` the offline files of wandb, which `wandb sync` uploads. Apart
+from monitor.py: the only place that knows those programs.
 
 A round is written once, also when the monitor starts again: `tracked.json` beside the files says
 how far it has come. It is written when three more have come, as its validation loss follows it.

@@ -1,5 +1,5 @@
 """Whether other programs use this machine, for a peer that takes part only while none does
-(`--idle-only`).
+(`--idle-only`). Apart from resting.py, which pauses for it: this looks, and decides nothing else.
 
 `Machine` reads what processes other than peers take of the processor (/proc) and of the GPU
 (nvidia-smi, if there), and whether the machine is on battery (/sys). `IdleWatch` decides: a peer

@@ -1,5 +1,5 @@
 """The page of one peer, for the volunteer at its machine: what it does, what it gave, its limits,
-and buttons to pause and go on.
+and buttons to pause and go on. Apart from resting.py, which does what the buttons ask for.
 
 The peer that trains and the small process in which it rests both serve it, of what the state folder
 holds. Whoever may open a page of this machine may read it. To pause takes a token, which is in the

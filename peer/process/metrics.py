@@ -1,4 +1,5 @@
-"""What can be asked of a running peer over HTTP: metrics, health, readiness.
+"""What can be asked of a running peer over HTTP: metrics, health, readiness. Apart from peer.py: it
+is a table, and what serves it.
 
 `METRICS` is a table of what the parts of a peer count, each read where it is counted, in the thread
 of whoever asks, while the peer trains: nothing waits, takes a lock for long, or asks another

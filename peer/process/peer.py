@@ -1,4 +1,5 @@
-"""The command `dilocox peer`: everything from the invite to a clean leave.
+"""The command `dilocox peer`: everything from the invite to a clean leave. Apart from cli.py, which
+imports nothing large before the command is known.
 
 The order matters. The DHT process and the averaging process are forked first, from the main thread
 and before CUDA is touched; the manifest comes through the first and shapes the second. Then the

@@ -1,5 +1,6 @@
 """What a run will do on given machines and links, before anybody starts it: an operator chooses
-stages, H and codec before there is anything to measure.
+stages, H and codec before there is anything to measure. Apart from the command, which asks and
+prints: this is formulas alone (docs/plan.md).
 
 `RunPlan` sums over what the product itself says: the stages' needs (prepare.py), the arrangement of
 a group (rounds/grid.py), the codecs' bytes, the window of a pipeline. docs/plan.md has every

@@ -1,5 +1,6 @@
 """The other members of a group as one member reaches them: every call and every wait has its
-deadline, and who gives no sign of life counts as dead.
+deadline, and who gives no sign of life counts as dead. Apart from exchange.py, whose phases take
+all that for granted.
 
 What an attempt (exchange.py) wants of them is its own matter; nothing here knows what is exchanged.
 """

@@ -1,4 +1,5 @@
-"""What activations of a stage take, reckoned before there is any memory for them.
+"""What activations of a stage take, reckoned before there is any memory for them. Apart from
+prepare.py, which decides by it: this only counts bytes.
 
 What: `activation_bytes` runs one microbatch through a stage, forward and backward, as a peer does,
 over tensors that have shapes and no values.

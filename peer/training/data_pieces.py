@@ -1,4 +1,5 @@
-"""What is dealt out to data parts: files, or pieces of long ones, and how pieces are read.
+"""What is dealt out to data parts: files, or pieces of long ones, and how pieces are read. Apart
+from data_sources.py: a source says where documents are, this which of them are whose.
 
 A piece of text is a document. Pieces of JSON lines are ranges of bytes that begin with a
 line, and pieces of Parquet row groups. Compressed files, JSON that

@@ -1,5 +1,6 @@
 """Inner steps for a GPU that has no room for them: weights, gradients and moments stay in the
-machine's memory, and the stage on the GPU holds copies of the weights alone.
+machine's memory, and the stage on the GPU holds copies of the weights alone. Apart from the
+optimizer (inner_optimizer.py), which does not know where tensors are.
 
 Matrices lie there in the dtype that autocast would give them anyway, and so compute the same bits;
 embeddings and vectors stay fp32, as autocast leaves them. (It leaves stacks of experts and their

@@ -1,4 +1,5 @@
-"""The two roles that a peer may have in the training loop (loop.py).
+"""The two roles that a peer may have in the training loop (loop.py). Apart from the loop, which is
+the same for both.
 
 `Leading` is that of a head: data, learning rate, inner steps with its replica, validation losses.
 `Serving` is that of a peer of any stage but the first: it serves the head that recruited it.

@@ -88,7 +88,7 @@ def test_the_page_shows_the_true_numbers_and_changes_when_a_peer_dies(
     swarm.wait(lambda: gone in _faults(monitor), LOOK_LIMIT_S, gone)
     shown = show(monitor.url, width=390)
     assert shown.console == ()
-    assert shown.text("tile-peers") == "4" and shown.text("note-peers").endswith(", 0 spares")
+    assert shown.text("tile-peers") == "4" and shown.text("note-peers") == "peers, 2 replicas"
     assert gone in shown.text("events")
     for name, flags in (("light", ()), ("dark", (DARK,))):
         for width, height in ((1280, 1300), (390, 2300)):

@@ -56,6 +56,7 @@ class Dht:
             clock=SimpleNamespace(time=lambda: NOW),
             swarm=self,
             dht=self,
+            witness="boot",
         )
         return Looker(cast("Joined", local), ("boot", "other"))
 

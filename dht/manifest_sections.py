@@ -364,7 +364,7 @@ class InitialSpec:
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
 class SampleSpec:
-    """What monitors let the model continue, for people to see how it gets better.
+    """What the bootstrap lets the model continue, for people to see how it gets better.
 
     prompt: empty: nothing. every: rounds between two answers, at least. tokens: of one, at most.
     """

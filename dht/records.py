@@ -266,6 +266,7 @@ class ClaimRecord(Record):
     rules: that it was made under (`operation.rules` of the manifest).
     revision: of the manifest, the newest that this peer knows.
     idle: whether it neither trains nor has learnt anything that no record holds.
+    written: by the operator's archive, what the model writes now after the run's prompt.
     """
 
     kind: ClassVar[Kind] = "round"
@@ -278,6 +279,7 @@ class ClaimRecord(Record):
     rules: int = 0
     revision: int = 0
     idle: bool = False
+    written: str = ""
 
 
 RECORD_TYPES: dict[Kind, type[Record]] = {

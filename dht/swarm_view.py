@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from statistics import median_low
 
 from dilocox.dht.manifest import Manifest
-from dilocox.dht.names import shown_peer
-from dilocox.dht.records import BellRecord, ClaimRecord, ReplicaRecord, StageRecord
+from dilocox.dht.names import cut, shown_peer
+from dilocox.dht.records import MAX_TEXT, BellRecord, ClaimRecord, ReplicaRecord, StageRecord
 
 
 def nobody_holds(peers: int) -> str:
@@ -63,6 +63,12 @@ class SwarmView:
         tokens = [claim.chain_tokens for peer, claim in self.run_claims.items() if peer in hosts]
         tokens = tokens or [claim.chain_tokens for claim in self.run_claims.values()]
         return median_low(tokens) if tokens else 0
+
+    def written(self, witness: str) -> str:
+        """What the model writes now, in one line, as the operator's archive says; empty where it
+        says nothing."""
+        told = self.run_claims.get(witness)
+        return cut(told.written, MAX_TEXT) if told is not None else ""
 
     def says_ended(self, end_tokens: int, witness: str = "") -> bool:
         """Whether records of the whole run are held."""

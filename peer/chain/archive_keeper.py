@@ -41,8 +41,8 @@ from dilocox.dht.rpc import Client, LoopThread, byte_kind, handler_name
 from dilocox.dht.swarm import Swarm
 from dilocox.dht.upload_limit import UploadLimit
 from dilocox.peer.chain.archive import StageArchive
+from dilocox.peer.chain.history_keeper import HistoryKeeper
 from dilocox.peer.chain.record_check import RecordCheck
-from dilocox.peer.chain.round_history import HistoryKeeper
 from dilocox.peer.chain.store import keep_manifest
 from dilocox.peer.chain.uploads import Source, Uploads
 from dilocox.pipeline.stage import stage_layout
@@ -259,7 +259,10 @@ class Keeper:
         namespace = averaging_prefix(self._run, stage)
 
         def made() -> StageArchive:
-            check = RecordCheck(self._run, stage, manifest, stage_layout(manifest, stage))
+            layout = stage_layout(manifest, stage)
+            check = RecordCheck(self._run, stage, manifest, layout)
+            if self._history is not None:
+                self._history.parameters[stage] = sum(each.numel for each in layout.slices)
             return StageArchive(
                 self._of_stage(stage),
                 me=self._me,
@@ -404,6 +407,8 @@ class Archive:
         end = time.monotonic() + TELLING_S
         for stage, kept in claims.items():
             claim = replace(kept, revision=self._manifest.operation.revision)
+            if stage == 0 and self._history is not None:
+                claim = replace(claim, written=self._history.written(self._manifest.samples.prompt))
             now = time.monotonic()
             last, at = self._told.get(stage, (None, 0.0))
             if last == claim and now < at + heartbeat_s:

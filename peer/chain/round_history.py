@@ -6,7 +6,8 @@ beside its archive in `history.jsonl`: for each round a line, a JSON array in th
 several lines of one round the last counts. A line that a crash cut is dropped at the next start. A
 rollback removes nothing: a row names the rules it was made under, and the manifest says which of
 them count. Between them are lines of `Named`: what those who are in records stated of themselves
-last, under their signature, so that contributions have names when nobody is there any more.
+last, under their signature, so that contributions have names when nobody is there any more. And of
+`ModelSample`: what the model wrote, if the operator wants it asked (model_samples.py).
 
 Whoever asks a bootstrap gets pages of it, each signed with the key behind its peer id, so that a
 page can be shown to others, too. What bootstraps say is merged (`merge`): the witness, the
@@ -21,9 +22,10 @@ import json
 import logging
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple, cast
 
 from pydantic import AfterValidator, Field, TypeAdapter
@@ -33,25 +35,13 @@ from dilocox.dht.identity import Identity, public_key_of, verify
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.names import MAX_NAME, cut
 from dilocox.dht.records import (
-    ClaimRecord,
-    Record,
-    ReplicaRecord,
     StageRecord,
-    replica_key,
-    stage_key,
 )
 from dilocox.dht.rpc import REFUSED, Blob, CallRefused, Client
-from dilocox.dht.swarm import Swarm
 from dilocox.peer.chain.stated import (
-    LIVE_ROUNDS,
     MAX_LOSS,
     MAX_NUMBER,
-    Spread,
-    leading,
-    more_voids,
-    stated_losses,
 )
-from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.chain.uploads import Source
 
 logger = logging.getLogger(__name__)
@@ -67,12 +57,8 @@ FIRST = -2  # less than any round
 SHORT_DIGEST = 16  # hex digits
 SPARE_LINES = 1000
 MAX_TIME = 1e11  # which is still a date
-READ_LIMIT_S = 3.0
-OPEN_ROUNDS = 8  # the newest ones, of which more may be heard
-SIZED_AFTER = 3  # rounds after which no stage is waited for
-LEAST_S = 0.5  # between two rounds, or their times are too rough for a throughput
-BACKLOG = 4096  # records of which the headers are read
-MAX_HEARD = 64  # rounds whose losses are remembered until they are committed
+MAX_SAMPLES = 64
+MAX_LETTERS = 2048  # of a sample
 
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Loss = Annotated[float, Field(ge=-MAX_LOSS, le=MAX_LOSS)]
@@ -125,8 +111,29 @@ class Named(NamedTuple):
         return cls(peer, cut(record.name, MAX_NAME), cut(record.team, MAX_NAME))
 
 
+class ModelSample(NamedTuple):
+    """What the model wrote with the weights of a round. at: seconds since the epoch. rules: as in
+    `HistoryRow`."""
+
+    round: Count
+    rules: Count
+    tokens: Count
+    at: Time
+    prompt: Annotated[str, Field(max_length=512)]
+    text: Annotated[str, Field(max_length=MAX_LETTERS)] = ""
+
+
+def thin_samples(samples: dict[int, ModelSample]) -> None:
+    """Of too many, by round, every second one of the older half goes, but for the first."""
+    if len(samples) > MAX_SAMPLES:
+        for number in sorted(samples)[1 : len(samples) // 2 : 2]:
+            del samples[number]
+
+
 _ROW = TypeAdapter(HistoryRow)
 _NAMED = TypeAdapter(Named)
+_SAMPLE = TypeAdapter(ModelSample)
+_PARAMETERS = TypeAdapter[int | None](Count | None)
 _COLUMNS = len(HistoryRow._fields)
 
 
@@ -154,6 +161,7 @@ class RoundHistory:
         self._lock = threading.RLock()
         self._rows: dict[tuple[int, int], HistoryRow] = {}  # by rules and round
         self._named: dict[str, Named] = {}  # by peer, at the end who is in the newest records
+        self._samples: dict[int, ModelSample] = {}  # by round
         self._counting: list[HistoryRow] | None = None
         self._lines = 0  # in the file
         self._damaged = False
@@ -191,6 +199,26 @@ class RoundHistory:
             self._put(row)
             self._write(row)
 
+    def samples(self, after: int = FIRST) -> list[ModelSample]:
+        """What the model wrote with the weights of rounds that count and are after this one, by
+        round."""
+        with self._lock:
+            return [
+                each
+                for number, each in sorted(self._samples.items())
+                if number > after and self.counts(each.rules, number)
+            ]
+
+    def newest_sample(self, prompt: str) -> ModelSample | None:
+        """What the model wrote last after this prompt; None while it was not asked."""
+        return next((each for each in reversed(self.samples()) if each.prompt == prompt), None)
+
+    def keep_sample(self, sample: ModelSample) -> None:
+        """Take in one; EnvironmentFault if the disk is full."""
+        with self._lock:
+            self._put_sample(sample)
+            self._write(sample)
+
     def names(self) -> list[Named]:
         """Of all that stated one."""
         with self._lock:
@@ -212,9 +240,10 @@ class RoundHistory:
                     self._named[peer] = stated
                     self._write(stated)
 
-    def _write(self, new: HistoryRow | Named) -> None:
+    def _write(self, new: HistoryRow | Named | ModelSample) -> None:
         if self._damaged or self._lines > 4 * (len(self._rows) + len(self._named)) + SPARE_LINES:
-            kept = [*self.names(), *(each for _, each in sorted(self._rows.items()))]
+            rows = (each for _, each in sorted(self._rows.items()))
+            kept = [*self.names(), *self._samples.values(), *rows]
             write_atomically(self._path, b"".join(map(_line, kept)))
             self._lines, self._damaged = len(kept), False
             return
@@ -238,6 +267,10 @@ class RoundHistory:
         for each in gone:
             del self._rows[each]
 
+    def _put_sample(self, sample: ModelSample) -> None:
+        self._samples[sample.round] = sample
+        thin_samples(self._samples)
+
     def _name(self, stated: Named) -> None:
         self._named.pop(stated.peer, None)
         self._named[stated.peer] = stated
@@ -256,9 +289,11 @@ class RoundHistory:
             try:
                 if line.startswith(b'["'):
                     self._name(_NAMED.validate_json(line))
+                elif line.startswith(b"{"):
+                    self._put_sample(_SAMPLE.validate_python(json.loads(line)["sample"]))
                 else:
                     self._put(parsed_row(json.loads(line)))
-            except ValueError:
+            except (ValueError, LookupError):
                 damaged += 1
         if damaged:
             logger.warning("%s: %d damaged lines are left out", self._path, damaged)
@@ -266,8 +301,8 @@ class RoundHistory:
         self._damaged = bool(damaged) or not data.endswith(b"\n")
 
 
-def _line(kept: HistoryRow | Named) -> bytes:
-    return _json(kept) + b"\n"
+def _line(kept: HistoryRow | Named | ModelSample) -> bytes:
+    return _json({"sample": kept} if isinstance(kept, ModelSample) else kept) + b"\n"
 
 
 def _json(value: object) -> bytes:
@@ -275,21 +310,41 @@ def _json(value: object) -> bytes:
 
 
 # ---- giving and asking ---------------------------------------------------------------------------
-def signed_page(history: RoundHistory, identity: Identity, run: str, after: int) -> Source:
-    """The rows after a round, as many as go into one answer; with the first ones all names."""
+def signed_page(
+    history: RoundHistory, identity: Identity, run: str, after: int, parameters: int | None = None
+) -> Source:
+    """The rows after a round, as many as go into one answer, and samples of the model, the newest
+    in any case; with the first ones all names.
+    """
     rows = history.rows()
     start = bisect_right(rows, after, key=lambda row: row.round)
     page, more = rows[start : start + PAGE_ROWS], start + PAGE_ROWS < len(rows)
-    names = history.names() if after == FIRST else []
-    data = _json({"run": run, "after": after, "more": more, "rows": page, "names": names})
+    answer: dict[str, object] = {"run": run, "after": after, "more": more, "rows": page}
+    answer |= {
+        "names": history.names() if after == FIRST else [],
+        "samples": history.samples(after) or history.samples()[-1:],
+        "parameters": parameters,
+    }
+    data = _json(answer)
     return Source.of(data, signature=identity.sign(PURPOSE + data))
 
 
 class Told(NamedTuple):
-    """Of a history: rows by round, names by peer."""
+    """Of a history: rows by round, names by peer, samples by round. parameters: of the model."""
 
     rows: list[HistoryRow]
     names: dict[str, Named]
+    samples: Mapping[int, ModelSample] = MappingProxyType({})
+    parameters: int | None = None
+
+    def with_more(self, other: Told) -> Told:
+        """With what only the other one says, and its rows after these."""
+        return Told(
+            self.rows + other.rows,
+            other.names | self.names,
+            {**other.samples, **self.samples},
+            other.parameters if self.parameters is None else self.parameters,
+        )
 
 
 async def ask_history(
@@ -306,13 +361,13 @@ async def ask_history(
     FIRST on. client: with stage 0's namespace.
     silent: who gave none before, for those who ask again and again: only news of that is said.
     """
-    found, names = dict[int, HistoryRow](), dict[str, Named]()
+    found, all_told = dict[int, HistoryRow](), Told([], {})
     silent = set() if silent is None else silent
     for peer in bootstraps:
         told = await _told_by(client, peer, run, after, silent)
         merge(found, told.rows, manifest)
-        names = told.names | names
-    return Told([found[number] for number in sorted(found)], names)
+        all_told = all_told.with_more(told)
+    return all_told._replace(rows=[found[number] for number in sorted(found)])
 
 
 def merge(rows: dict[int, HistoryRow], more: Iterable[HistoryRow], manifest: Manifest) -> None:
@@ -332,17 +387,16 @@ def merge(rows: dict[int, HistoryRow], more: Iterable[HistoryRow], manifest: Man
 
 
 async def _told_by(client: Client, peer: str, run: str, after: int, silent: set[str]) -> Told:
-    rows, names = list[HistoryRow](), dict[str, Named]()
+    told = Told([], {})
     try:
-        while len(rows) < MAX_ROWS:
+        while len(told.rows) < MAX_ROWS:
             want = {"what": "history", "after": after}
             asked = client.fetch(peer, want, limit_bytes=MAX_PAGE_BYTES)
             blob = await asyncio.wait_for(asked, PAGE_LIMIT_S)
             if blob is None:  # of an older version, or there is no round yet
                 break
             page, more = checked_page(blob, peer, run, after)
-            rows += page.rows
-            names |= page.names
+            told = told.with_more(page)
             if not more or not page.rows:
                 break
             after = page.rows[-1].round
@@ -355,7 +409,7 @@ async def _told_by(client: Client, peer: str, run: str, after: int, silent: set[
         if peer in silent:
             logger.info("bootstrap %s gives its history now", peer[-6:])
         silent.discard(peer)
-    return Told(rows, names)
+    return told
 
 
 def checked_page(blob: Blob, peer: str, run: str, after: int) -> tuple[Told, bool]:
@@ -372,6 +426,8 @@ def checked_page(blob: Blob, peer: str, run: str, after: int) -> tuple[Told, boo
         given: Any = json.loads(blob.data)
         rows = [parsed_row(each) for each in given["rows"][: PAGE_ROWS + 1]]
         named = [_NAMED.validate_python(each) for each in given.get("names", [])[:MAX_NAMED]]
+        told = [_SAMPLE.validate_python(each) for each in given.get("samples", [])[:MAX_SAMPLES]]
+        parameters = _PARAMETERS.validate_python(given.get("parameters"))
         of_run, asked, more = given["run"], given["after"], bool(given["more"])
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise CallRefused(f"the history of {peer} makes no sense: {error}"[:300]) from error
@@ -379,162 +435,5 @@ def checked_page(blob: Blob, peer: str, run: str, after: int) -> tuple[Told, boo
     rising = all(early < late for early, late in pairwise(numbers))
     if (of_run, asked) != (run, after) or len(rows) > PAGE_ROWS or not rising:
         raise CallRefused(f"the history of {peer} is no answer to what was asked")
-    return Told(rows, {each.peer: each for each in named}), more
-
-
-# ---- what a bootstrap writes ---------------------------------------------------------------------
-Since = Callable[[Collection[str], int], list[ChainRound]]
-"""Records of a chain from after those that are known, by the beginnings of their digests, oldest
-first, at most so many.
-"""
-
-
-class HistoryKeeper:
-    """Writes a history beside a bootstrap and gives it. A fault of its disk: EnvironmentFault.
-
-    Rounds come from the archive of stage 0, which has checked their records; losses, peers and void
-    rounds from what peers state at that time. What is known later of the newest rounds, such as
-    validation losses, is added to their rows; what a row says stays. `look` belongs to the
-    bootstrap's thread, `take` and `credit` to the archive's.
-    """
-
-    def __init__(
-        self,
-        history: RoundHistory,
-        identity: Identity,
-        run: str,
-        stages: int,
-        now: Callable[[], float],
-    ):
-        """now: run time, in seconds."""
-        self._history = history
-        self._identity = identity
-        self._run = run
-        self._stages = stages
-        self._now = now
-        self._lock = threading.Lock()
-        self._follows = False
-        self._credited: dict[int, str] = {}  # the newest record by stage
-        self._train: dict[int, Spread] = {}  # of the most heads that stated one together
-        self._validation: dict[int, float] = {}
-        self._sizes: dict[int, dict[int, int]] = {}  # bytes of records by round and stage
-        self._voids_of: dict[str, int] = {}
-        self._voids = 0.0  # that no row has yet
-        self._present: tuple[int | None, int | None] = (None, None)  # peers and replicas
-
-    def page(self, after: int) -> Source:
-        """What is given of the rounds after this one."""
-        return signed_page(self._history, self._identity, self._run, after)
-
-    def look(self, swarm: Swarm, claims: Mapping[int, ClaimRecord]) -> None:
-        """Hear what heads and peers state now; claims: of the archive, by stage."""
-        asked: dict[str, type[Record]] = {
-            stage_key(self._run, stage): StageRecord for stage in range(self._stages)
-        }
-        asked[replica_key(self._run)] = ReplicaRecord
-        found = swarm.read_many(asked, READ_LIMIT_S, thorough=False)
-        if all(each is not None for each in found.values()):
-            told = cast("Mapping[str, Any]", found)
-            hosts = [told[stage_key(self._run, stage)] for stage in range(self._stages)]
-            self.hear(hosts, told[replica_key(self._run)], claims)
-
-    def hear(
-        self,
-        hosts: Sequence[Mapping[str, StageRecord]],
-        replicas: Mapping[str, ReplicaRecord],
-        claims: Mapping[int, ClaimRecord],
-    ) -> None:
-        """The same of what was read: peers by stage, replicas by head."""
-        present = [{p: each for p, each in of.items() if each.state != "left"} for of in hosts]
-        heads = leading(replicas, hosts[0])
-        stated = stated_losses(heads.values())
-        with self._lock:
-            for number, said in stated.train.items():
-                if said.heads >= self._train.get(number, said).heads:
-                    self._train[number] = said
-            self._validation |= {n: round(loss, 5) for n, loss in stated.validation.items()}
-            for stage, claim in claims.items():
-                self._sizes.setdefault(claim.round, {})[stage] = claim.record_bytes
-            for table in (self._train, self._validation, self._sizes):
-                for number in sorted(table)[:-MAX_HEARD]:
-                    del table[number]
-            # a peer that moved has left another record behind
-            self._history.hear({p: each for of in (*hosts, *present) for p, each in of.items()})
-            self._present = sum(map(len, present)), len(heads)
-            self._voids += sum(more_voids(peers, self._voids_of) for peers in present)
-            self._voids_of = {p: each.voids for peers in present for p, each in peers.items()}
-            if -1 in self._validation and not self._history.newest(1):
-                self._history.add(HistoryRow(-1, 0, "", None, 0))
-            self._fill()
-
-    def take(self, since: Since, *, claimed: bool = True) -> None:
-        """Take in what is new in the chain of stage 0.
-
-        claimed: whether others were seen to claim rounds: until then the archive cannot know what
-        it missed, and what comes first may be old.
-        """
-        with self._lock:
-            known = self._history.newest(MAX_HEARD)
-        found = since([row.digest for row in known], BACKLOG)  # it may read long from a slow disk
-        with self._lock:
-            new = [each for each in found if self._new(each)]
-            begins = all(row.round < 0 for row in known) and bool(new) and new[0].round == 0
-            live = (self._follows or begins) and len(new) <= LIVE_ROUNDS
-            self._follows |= claimed
-            at = self._now() if live else None
-            speed = self._speed(new[-1], at) if new and at is not None else None
-            for each in new:
-                self._commit(each, at, speed)
-            self._fill()
-
-    def credit(self, stage: int, since: Since) -> None:
-        """Take in who is in a stage's new records; at a start those are the newest ones."""
-        known = self._credited.get(stage)
-        for each in since([known], BACKLOG) if known else since([], MAX_HEARD):
-            self._credited[stage] = each.digest
-            self._history.credit(peer for peer, _ in each.contributors)
-
-    def revise(self, manifest: Manifest) -> None:
-        """Go on under a newer revision, which may have set rounds aside."""
-        with self._lock:
-            if self._history.revise(manifest):
-                self._train.clear()  # heads tell of the rounds before until they go back
-                self._validation.clear()
-
-    def _new(self, claim: ChainRound) -> bool:
-        row = self._history.get(claim.rules, claim.round)
-        known = row is not None and claim.digest.startswith(row.digest)
-        return not known and self._history.counts(claim.rules, claim.round)
-
-    def _speed(self, newest: ChainRound, at: float) -> float | None:
-        """Tokens a second since the row before, of all rounds that are found together with this
-        newest one."""
-        for row in self._history.newest(1):
-            if row.at is not None and at >= row.at + LEAST_S:
-                return round(max(0, newest.chain_tokens - row.tokens) / (at - row.at), 2)
-        return None
-
-    def _commit(self, claim: ChainRound, at: float | None, speed: float | None) -> None:
-        digest, (peers, replicas) = claim.digest[:SHORT_DIGEST], self._present
-        row = HistoryRow(claim.round, claim.rules, digest, None, claim.chain_tokens)
-        if at is not None:
-            row = row._replace(at=round(at, 2), tokens_per_s=speed, peers=peers, replicas=replicas)
-            row = row._replace(voids=int(self._voids))
-            self._voids -= int(self._voids)
-        self._sizes.setdefault(claim.round, {})[0] = claim.record_bytes
-        self._history.add(row)
-
-    def _fill(self) -> None:
-        """Add to the newest rows what is known by now."""
-        for age, row in enumerate(reversed(self._history.newest(OPEN_ROUNDS))):
-            sizes, said = self._sizes.get(row.round, {}), self._train.get(row.round)
-            told = len(sizes) == self._stages or age >= SIZED_AFTER
-            known = row._replace(
-                validation=self._validation.get(row.round),
-                record_bytes=sum(sizes.values()) if sizes and told else None,
-            )
-            if said is not None and row.train is None:
-                middle, low, high = (round(loss, 5) for loss in said[:3])
-                known = known._replace(train=middle, train_low=low, train_high=high)
-            if (filled := row.filled(known)) != row:
-                self._history.add(filled)
+    samples = {each.round: each for each in told}
+    return Told(rows, {each.peer: each for each in named}, samples, parameters), more

@@ -37,7 +37,9 @@ from dilocox.dht.node import RunDHT
 from dilocox.dht.records import MANIFEST_LIFETIME_S
 from dilocox.dht.swarm import Swarm
 from dilocox.peer.chain.archive_keeper import Archive
-from dilocox.peer.chain.round_history import FILE, HistoryKeeper, RoundHistory
+from dilocox.peer.chain.history_keeper import HistoryKeeper
+from dilocox.peer.chain.model_samples import Sampler
+from dilocox.peer.chain.round_history import FILE, RoundHistory
 from dilocox.peer.chain.store import archive_folder
 from dilocox.peer.commands.operate import checked_manifest
 from dilocox.peer.http_pages import (
@@ -262,8 +264,8 @@ def explain_key(path: Path) -> None:
 
 
 class Beside:
-    """What runs beside the DHT node: the archive, and the figures of it all. `tick` belongs to the
-    node's thread, the pages to those who ask.
+    """What runs beside the DHT node: the archive, the operator's questions to the model, and the
+    figures of it all. `tick` belongs to the node's thread, the pages to those who ask.
     """
 
     def __init__(
@@ -284,7 +286,7 @@ class Beside:
         self._swarm = swarm
         self._clock = clock
         self._signed = keeper.signed
-        manifest = keeper.signed.verify(keeper.run)
+        self._manifest = manifest = keeper.signed.verify(keeper.run)
         witness = peer_id_of(keeper.signed.run_key)
         swarm.admit_by(manifest, witness)
         if not swarm.admits(identity.peer_id):
@@ -295,6 +297,11 @@ class Beside:
             )
         self._folder = archive_folder(options.state, keeper.run, manifest)
         history = RoundHistory(self._folder / FILE, manifest)
+        # what is announced may not be reached from behind the same router
+        here = options.listen.replace("/0.0.0.0/", "/127.0.0.1/").replace("/ip6/::/", "/ip6/::1/")
+        at = (f"{here}/p2p/{identity.peer_id}",)
+        invite = Invite(keeper.run, dht.visible_addresses()[:1] if here.endswith("/tcp/0") else at)
+        self._sampler = Sampler(str(invite), self._folder / "sample.log", history)
         self._archive = Archive(
             dht=dht,
             swarm=swarm,
@@ -316,11 +323,13 @@ class Beside:
         """Do what is due; to look takes a few seconds at most."""
         if self._keeper.signed.manifest_bytes != self._signed.manifest_bytes:
             self._signed = self._keeper.signed
-            manifest = self._signed.verify(self._keeper.run)
+            self._manifest = manifest = self._signed.verify(self._keeper.run)
             if self._swarm.admission is not None:
                 self._swarm.admission.take(manifest)
             self._archive.revise(manifest)
         self._archive.tick()
+        if self._keeper.own:
+            self._sampler.turn(self._manifest, self._swarm.time())
         now = self._turn_at = self._clock()
         if now >= self._looked_at + LOOK_PERIOD_S:
             self._looked_at = now
@@ -328,6 +337,7 @@ class Beside:
 
     def close(self) -> None:
         self._open.close()
+        self._sampler.close()
         self._archive.close()
 
     def pages(self) -> Pages:

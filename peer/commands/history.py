@@ -244,9 +244,9 @@ def _listed(options: LogOptions) -> tuple[str, Chains, Given, Rows]:
         kept = kept_run(source)
         for stage in _wanted(options.stage, sorted(kept.stages)):
             stages[stage] = _rounds(kept.stages[stage])
-        history, names = _kept_history(kept)
+        told = _kept_history(kept)
         if not options.contributions and options.json_file is None:
-            return kept.run, stages, (), {row.round: row for row in history}
+            return kept.run, stages, (), {row.round: row for row in told.rows}
         run, manifest = kept.run, kept.manifest()
     else:
         with visiting(source, options.host) as place:
@@ -255,16 +255,16 @@ def _listed(options: LogOptions) -> tuple[str, Chains, Given, Rows]:
             whole = options.csv_file is not None and options.stage in ("all", "auto")
             for stage in _wanted("0" if whole else options.stage, range(manifest.stages)):
                 stages[stage] = asyncio.run(_claimed(place, stage, deadline, list_chain))
-            history, names = asyncio.run(_told_history(place, source, deadline))
+            told = asyncio.run(_told_history(place, source, deadline))
             keys = dict.fromkeys((stage_key(run, n) for n in range(manifest.stages)), StageRecord)
-            for told in place.swarm.read_many(keys).values():
-                for peer, record in (told or {}).items():
-                    names[peer] = Named.of(peer, record)
-    stated = {peer: (name, team, None) for peer, name, team in names.values()}
+            for found in place.swarm.read_many(keys).values():
+                for peer, record in (found or {}).items():
+                    told.names[peer] = Named.of(peer, record)
+    stated = {peer: (name, team, None) for peer, name, team in told.names.values()}
     took = of_chains.token_seconds_by_peer
     sums = {stage: (tokens_by_peer(chain), took(chain)) for stage, chain in stages.items()}
     given = of_chains.contributions(sums, manifest.batch.tokens_per_step, stated)
-    return run, stages, given, {row.round: row for row in history}
+    return run, stages, given, {row.round: row for row in told.rows}
 
 
 async def _told_history(place: Joined, invite: Invite, deadline: float) -> Told:

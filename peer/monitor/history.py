@@ -24,7 +24,14 @@ from dilocox.dht.manifest import Manifest
 from dilocox.dht.names import cut, shown_peer
 from dilocox.dht.records import ReplicaRecord
 from dilocox.peer.chain import summary
-from dilocox.peer.chain.round_history import FIRST, HistoryRow, Named, Told
+from dilocox.peer.chain.round_history import (
+    FIRST,
+    HistoryRow,
+    ModelSample,
+    Named,
+    Told,
+    thin_samples,
+)
 from dilocox.peer.chain.stated import ROUNDS_AHEAD, more_voids, stated_losses
 from dilocox.peer.chain.summary import Stated
 from dilocox.peer.monitor.chains import StageRounds, Walk
@@ -147,17 +154,6 @@ class Curve:
         self.points |= {each.round: each for each in thinned.values()}
 
 
-@dataclass(frozen=True)
-class ModelSample:
-    """What the model wrote with the weights of a round. at: seconds since the epoch."""
-
-    round: int
-    tokens: int
-    at: float
-    prompt: str
-    text: str = ""
-
-
 @dataclass(kw_only=True)
 class Samples:
     """Throughput over time, evenly spaced, bounded. rows: means over `spacing_s` each; pending:
@@ -186,7 +182,8 @@ class SwarmHistory:
 
     root: what stands before the first record. since, watched_since: when the curves begin, and when
     this monitor was started.
-    samples_told: by round. parameters: of the model, None while nobody counted them.
+    samples_told: by round, what bootstraps keep of what the model wrote. parameters: of the model,
+    None while none has said.
     joined_total, left_total: of comings and goings; who returns is in both again.
     peers_total: of peers, each once.
     voids: by stage, void rounds that its peers told, as a mean over them.
@@ -298,6 +295,12 @@ class SwarmHistory:
         for peer, name, team in told.names.values():
             if peer not in self.present:
                 self.stated[peer] = (name, team, self.stated.get(peer, ("", "", None))[2])
+        samples = (each for number, each in told.samples.items() if number <= newest)
+        kept = (each for each in samples if not manifest.rolled_back(each.round, each.rules))
+        self.samples_told |= {each.round: each for each in kept}
+        thin_samples(self.samples_told)
+        if told.parameters is not None:
+            self.parameters = told.parameters
 
     def shown(self, peer: str) -> str:
         """A peer as people see it, with the name that it stated last."""
@@ -321,7 +324,8 @@ class SwarmHistory:
 
     def samples_of(self, prompt: str) -> list[ModelSample]:
         """What the model wrote after this prompt, the newest first."""
-        return [row for row in reversed(self.samples_told.values()) if row.prompt == prompt]
+        rows = sorted(self.samples_told.items(), reverse=True)
+        return [row for _, row in rows if row.prompt == prompt]
 
     def _go_back(self, look: SwarmLook) -> None:
         """Forget the rounds that the operator has set aside since the last look."""

@@ -49,7 +49,6 @@ from dilocox.peer.monitor.chains import ChainReader, Order, followed, holders_of
 from dilocox.peer.monitor.health import health_of
 from dilocox.peer.monitor.history import SwarmHistory
 from dilocox.peer.monitor.look import Looker, SwarmLook
-from dilocox.peer.monitor.samples import Sampler
 from dilocox.peer.monitor.status import Seen, metrics_of, status_of
 from dilocox.peer.monitor.tracking import TensorBoard, Tracker, Wandb
 from dilocox.peer.options import MonitorOptions
@@ -237,7 +236,6 @@ class Monitor:
         self._gap_at = self._history_at = float("-inf")
         heartbeat_s = manifest.deadlines.heartbeat_s
         self._period_s = min(max(heartbeat_s, SHORTEST_LOOK_PERIOD_S), LONGEST_LOOK_PERIOD_S)
-        self._sampler = Sampler(self._invite, kept.with_suffix(".log"))
         self._chains = ChainReader(place.dht, place.run, self._bootstraps)
         self._chains.start(START_LIMIT_S)
         self.pages = MonitorPages(lambda: self.alive)
@@ -278,14 +276,12 @@ class Monitor:
         late = time.monotonic() >= self._saved_at + SAVE_S
         if late or self._history.counters != self._saved:
             self._save()  # before they are shown: a counter must not fall when this one is killed
-        self._sampler.turn(look.manifest, self._history, look.at)
         seen = Seen(self.place.run, self._invite, look, self._history, health)
         self.pages.show(status_of(seen), metrics_page(metrics_of(seen)), seen.contributions)
 
     def close(self) -> None:
         """End the thread and write what was learnt; twice does no harm."""
         self._chains.close()
-        self._sampler.close()
         self._save()
         for tracker in self._trackers:
             tracker.close()

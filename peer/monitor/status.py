@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from statistics import median_low
@@ -23,11 +23,12 @@ from typing import Any
 from dilocox import PROJECT_URL, __version__
 from dilocox.dht.names import MAX_NAME, cut
 from dilocox.dht.records import ReplicaRecord, StageRecord, figures_of
+from dilocox.peer.chain.round_history import ModelSample
 from dilocox.peer.chain.stated import finite
 from dilocox.peer.chain.summary import ChainRound, grouped
 from dilocox.peer.http_pages import RUN_LABEL, MetricSpec, MetricTable, Value, one_of
 from dilocox.peer.monitor.health import STATES, Health
-from dilocox.peer.monitor.history import ModelSample, SwarmHistory
+from dilocox.peer.monitor.history import SwarmHistory
 from dilocox.peer.monitor.look import SwarmLook
 from dilocox.pipeline.candidates import cannot_be_reached
 
@@ -349,7 +350,8 @@ def _trained(seen: Seen) -> dict[str, Any]:
 
 def _samples(rows: Sequence[ModelSample]) -> list[dict[str, Any]]:
     found = [rows[n] for n in SAMPLES_SHOWN if n < len(rows)]
-    return [asdict(each) for each in dict.fromkeys([*found, *rows[-1:]])]
+    shown = [each._asdict() for each in dict.fromkeys([*found, *rows[-1:]])]
+    return [{name: each[name] for name in each if name != "rules"} for each in shown]
 
 
 def _stage(number: int, look: SwarmLook, history: SwarmHistory) -> dict[str, Any]:

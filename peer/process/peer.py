@@ -171,6 +171,7 @@ class Assembly:
             allowance=self.allowance,
         )
         reporter.on_event, reporter.on_status = self.metrics.on_event, self.metrics.on_status
+        self._meter.sample = lambda: self.coordinator.view.written(local.witness)
         self.trainer = self._trainer()
 
     def _answer(self, peer: str, request: Frame) -> Frame:

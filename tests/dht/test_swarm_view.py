@@ -72,6 +72,13 @@ def test_the_run_has_ended_when_most_peers_of_stage_0_hold_all_its_records(
     assert not SwarmView(me="me", claims=claims).says_ended(1000)
 
 
+def test_what_the_model_writes_counts_from_the_witness_alone() -> None:
+    claims = {name: replace(claim(3, "d"), written=f"by {name}") for name in ("peer", "witness")}
+    view = SwarmView(me="me", run_claims=claims)
+    assert view.written("witness") == "by witness"
+    assert view.written("another") == SwarmView(me="me").written("witness") == ""
+
+
 @pytest.mark.parametrize(
     ("kept", "held"),
     [([], False), ([6], False), ([7], True), ([6, 8], True), ([-1], False)],

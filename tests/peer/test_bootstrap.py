@@ -215,6 +215,7 @@ def test_a_dead_node_a_dead_archive_and_a_stuck_thread_are_told(
     archive = SimpleNamespace(keeper=kept, tick=nothing, close=nothing)
     dht: Any = SimpleNamespace(
         running=True,
+        visible_addresses=lambda: (f"/ip4/127.0.0.1/tcp/31337/p2p/{ME}",),
         pid=None,
         p2pd_pid=0,
         known_nodes=lambda _: 5,

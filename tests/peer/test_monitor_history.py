@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dilocox.dht.manifest_revisions import back_to
-from dilocox.peer.chain.round_history import HistoryRow, Named, Told
+from dilocox.peer.chain.round_history import HistoryRow, ModelSample, Named, Told
 from dilocox.peer.monitor.history import MAX_REMEMBERED, MAX_SAMPLES, Samples, SwarmHistory
 from tests.peer.fabricated import NOW, ToldSwarm, digest, peer_id, stage_record
 
@@ -249,6 +249,22 @@ def test_a_late_monitor_has_the_names_that_bootstraps_keep_and_live_records_go_f
     swarm.stages[0][other] = stage_record(name="Eve")
     look = swarm.look()
     assert swarm.history.stated[other] == ("Eve", "", look.at)
+
+
+def test_a_late_monitor_has_what_the_model_wrote_in_rounds_that_count() -> None:
+    swarm = ToldSwarm(stages=1)
+    for number in range(9):
+        swarm.commit(number)
+    swarm.look()
+    wrote = {n: ModelSample(n, 0, 100, NOW, "Once", " upon") for n in (1, 5, 700)}
+    swarm.history.told(Told([], {}, wrote, 51_790_336), swarm.manifest)
+    assert [each.round for each in swarm.history.samples_of("Once")] == [5, 1]
+    assert swarm.status(swarm.look())["trained"]["parameters"] == 51_790_336
+    swarm.manifest = back_to(swarm.manifest, 2, [digest(0, 2)])
+    swarm.look()
+    swarm.history.told(Told([], {}, wrote), swarm.manifest)  # by one that has not heard of it
+    assert [each.round for each in swarm.history.samples_of("Once")] == [1]
+    assert swarm.history.parameters == 51_790_336
 
 
 def test_a_file_of_an_older_version_is_read_and_its_peers_have_no_name(tmp_path: Path) -> None:

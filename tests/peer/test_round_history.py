@@ -22,13 +22,13 @@ from dilocox.dht.rpc import Blob, CallRefused, Client
 from dilocox.dht.upload_limit import UploadLimit
 from dilocox.peer.chain import archive_keeper, round_history
 from dilocox.peer.chain.archive_keeper import Keeper
+from dilocox.peer.chain.history_keeper import OPEN_ROUNDS, HistoryKeeper
 from dilocox.peer.chain.round_history import (
     FIRST,
-    LIVE_ROUNDS,
+    MAX_LETTERS,
     MAX_PAGE_BYTES,
-    OPEN_ROUNDS,
-    HistoryKeeper,
     HistoryRow,
+    ModelSample,
     Named,
     RoundHistory,
     Told,
@@ -38,6 +38,7 @@ from dilocox.peer.chain.round_history import (
     parsed_row,
     signed_page,
 )
+from dilocox.peer.chain.stated import LIVE_ROUNDS
 from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.chain.uploads import Source
 from tests.peer.fabricated import (
@@ -167,16 +168,17 @@ def test_pages_are_small_and_together_all_of_it(
         [*counts[:2], "f" * 16, 1e12 / 3, counts[0], *losses, 1e12 / 3, *counts, *losses]
     )
     record = stage_record(name="\U0001f98a" * 99, team='"' * 99)
-    named = len(round_history._line(Named.of("1" * 64, record)))  # pyright: ignore[reportPrivateUsage]
+    named = len(json.dumps(Named.of("1" * 64, record), ensure_ascii=False).encode()) + 1
     rows = len(json.dumps(longest)) * round_history.PAGE_ROWS
-    assert rows + named * round_history.MAX_NAMED < MAX_PAGE_BYTES
+    samples = round_history.MAX_SAMPLES * 4 * (MAX_LETTERS + 512)  # text and prompt, in UTF-8
+    assert rows + named * round_history.MAX_NAMED + samples < MAX_PAGE_BYTES
     monkeypatch.setattr(round_history, "PAGE_ROWS", 4)
     me, kept = identities[0].peer_id, history(tmp_path)
     for number in range(10):
         kept.add(row(number))
     swarm = MemorySwarm(**{me: given(kept, identities[0])})
     asked = ask_history(swarm.client(), [me], RUN, MANIFEST)
-    assert asyncio.run(asked) == ([row(number) for number in range(10)], {})
+    assert asyncio.run(asked) == Told([row(number) for number in range(10)], {})
     assert [want["after"] for _, want in swarm.asked] == [FIRST, 3, 7]
 
 
@@ -209,8 +211,8 @@ def test_a_bootstrap_of_an_older_version_and_one_that_is_gone_are_passed_over(
 
     swarm = MemorySwarm(**{"old": lambda want: None, "gone": gone, me: given(kept, identities[0])})
     peers = ["old", "gone", me]
-    assert asyncio.run(ask_history(swarm.client(), peers, RUN, MANIFEST)) == ([row(0)], {})
-    assert asyncio.run(ask_history(swarm.client(), peers[:2], RUN, MANIFEST)) == ([], {})
+    assert asyncio.run(ask_history(swarm.client(), peers, RUN, MANIFEST)) == Told([row(0)], {})
+    assert asyncio.run(ask_history(swarm.client(), peers[:2], RUN, MANIFEST)) == Told([], {})
 
 
 def test_what_another_key_signed_or_what_was_changed_is_refused(
@@ -232,6 +234,49 @@ def test_what_another_key_signed_or_what_was_changed_is_refused(
     for run, after in (("f" * 32, FIRST), (RUN, 7)):  # of another run, to another question
         with pytest.raises(CallRefused, match="no answer"):
             checked_page(told, me, run, after)
+
+
+def test_what_the_model_wrote_goes_with_the_page_the_newest_in_any_case(
+    tmp_path: Path, identities: list[Identity]
+) -> None:
+    kept, me = history(tmp_path), identities[0].peer_id
+    made = {n: ModelSample(n, 0, 100 * n, NOW, "Once", f" upon {n}") for n in (2, 5)}
+    for number in range(9):
+        kept.add(row(number))
+    for each in made.values():
+        kept.keep_sample(each)
+    answers = MemorySwarm(**{me: given(kept, identities[0])})
+
+    def told(after: int) -> Told:
+        return asyncio.run(ask_history(answers.client(), [me], RUN, MANIFEST, after))
+
+    assert (told(FIRST).samples, told(3).samples, told(8).samples) == (
+        made,
+        {5: made[5]},
+        {5: made[5]},
+    )
+    assert history(tmp_path).samples() == list(made.values()), "a new start has them"
+
+
+def test_a_keeper_says_how_large_the_model_is_and_what_it_writes_now(
+    tmp_path: Path, identities: list[Identity]
+) -> None:
+    kept, me = history(tmp_path), identities[0].peer_id
+    keeper = HistoryKeeper(kept, identities[0], RUN, 2, lambda: NOW)
+    assert keeper.written("Once") == ""
+    kept.add(row(0))
+    kept.keep_sample(ModelSample(0, 0, 100, NOW, "Once", " upon\na \x1b[31mtime " + "x" * 200))
+    written = keeper.written("Once")
+    assert written.startswith('"Once" with "upon a [31mtime xxx') and len(written) < 120
+    assert keeper.written("Another") == "", "the operator has changed the prompt"
+    replace(claim_record(0, "a" * 64), written=keeper.written("Once")).encode()
+    numbers: list[int | None] = []
+    for stage in range(2):
+        keeper.parameters[stage] = 7
+        source = keeper.page(FIRST)
+        page = Blob(facts=source.facts, data=source.file.read())
+        numbers.append(checked_page(page, me, RUN, FIRST)[0].parameters)
+    assert numbers == [None, 14], "while a stage is not open it is not known"
 
 
 @pytest.mark.parametrize(
@@ -524,7 +569,7 @@ def test_the_witness_names_peers_and_others_only_those_that_it_does_not(
         finds[identity.peer_id] = given(kept, identity)
     client, peers = MemorySwarm(**finds).client(), list(finds)
     found = asyncio.run(ask_history(client, peers, RUN, MANIFEST))
-    assert found == ([], {one: Named(one, "Ada"), other: Named(other, "Bob")})
+    assert found == Told([], {one: Named(one, "Ada"), other: Named(other, "Bob")})
     assert asyncio.run(ask_history(client, peers, RUN, MANIFEST, after=3)).names == {}
 
 
@@ -532,7 +577,7 @@ def test_an_answer_of_a_version_without_names_is_read(identities: list[Identity]
     data = f'{{"run": "{RUN}", "after": -2, "more": false, "rows": [[0,0,"",1,1]]}}'.encode()
     signature = identities[0].sign(round_history.PURPOSE + data)
     found, _ = checked_page(Blob({"signature": signature}, data), identities[0].peer_id, RUN, FIRST)
-    assert found == ([HistoryRow(0, 0, "", 1.0, 1)], {})
+    assert found == Told([HistoryRow(0, 0, "", 1.0, 1)], {})
 
 
 # ---- over a real connection ----------------------------------------------------------------------

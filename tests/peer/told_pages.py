@@ -14,7 +14,7 @@ from typing import Any
 
 from dilocox.dht.manifest_revisions import back_to, in_state
 from dilocox.dht.records import StageRecord
-from dilocox.peer.monitor.history import ModelSample
+from dilocox.peer.chain.round_history import ModelSample
 from tests.peer.fabricated import NOW, ToldSwarm, digest, peer_id, stage_record
 
 ABOUT = (
@@ -163,7 +163,7 @@ class Story(ToldSwarm):
         for part, text in zip((0.0, 0.06, 0.25, 0.6, 1.0), TEXTS, strict=True):
             point = points[int((len(points) - 1) * part)]
             tokens = point.tokens or 0
-            sample = ModelSample(point.round, tokens, point.at or NOW, PROMPT, text)
+            sample = ModelSample(point.round, 0, tokens, point.at or NOW, PROMPT, text)
             self.history.samples_told[point.round] = sample
         for _ in range(int(after_s // LOOK_S) - 1):
             self.look(LOOK_S)

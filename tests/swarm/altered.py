@@ -235,7 +235,8 @@ def halt(step_s: float, folder: str) -> None:
         return vector(self, phase, earlier)
 
     def write_halting(path: Path, data: bytes, **options: Any) -> None:
-        if path.suffix == ".record":
+        # of a round of others, which it only follows, it has no vote
+        if path.suffix == ".record" and any(path.parent.glob(f"{path.name[:8]}-*.vote")):
             half = path.with_name(f".{path.name}.{os.getpid()}.partial")
             half.write_bytes(data[: len(data) // 2])
             at("appending")

@@ -11,7 +11,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -256,7 +256,7 @@ class Campaign:
             end = None if round_before is None else victim.decided(round_before)
             landed = "averaging" if end is None or end["time"] > hit_at else "decided"
         self._whole_since = None
-        story = _Story(replica, victim, hit_at)
+        story = _Story(replica, victim, hit_at, swarm.peers)
         mended = self._watch(injury, story)
         if not mended:
             injury.remedy()
@@ -347,15 +347,18 @@ def _noticed(injury: Injury, hit_at: float) -> bool:
 
 
 class _Story:
-    """How the survivors of a replica fare after a fault."""
+    """How the survivors of a replica fare after a fault. everybody: of the swarm, who may take
+    their place: where a stage has no spare, its replica goes, and the next one may have others.
+    """
 
-    def __init__(self, replica: Replica, victim: Peer, hit_at: float):
+    def __init__(self, replica: Replica, victim: Peer, hit_at: float, everybody: Sequence[Peer]):
         self.hit_at = hit_at
         self.detected_s: float | None = None
         self.splice_s: float | None = None
         self.again_at: float | None = None
         self.stop_s: float | None = None
         self.reason = ""
+        self._everybody = everybody
         self._members = replica.members
         self._survivors = [peer for peer in replica.members if peer is not victim]
 
@@ -375,24 +378,34 @@ class _Story:
         told += [event["reason"] for event in known if event["event"] == "lost"]
         self.reason = told[0] if told else "left"
         # a head that thaws may go on with others than the survivors
-        ends = [end for peer in self._members if (end := self._went_on(peer))]
+        told_at = {peer.name: self._heard_at(peer) for peer in self._members}
+        if all(peer.doing == "spare" for peer in self._survivors):
+            told_at = dict.fromkeys((peer.name for peer in self._everybody), first["time"])
+        ends = [
+            end
+            for peer in self._everybody
+            if (known_at := told_at.get(peer.name)) is not None
+            if (end := self._went_on(peer, known_at))
+        ]
         if ends:
             self.again_at, self.stop_s, self.splice_s = min(ends)
 
-    def _went_on(self, peer: Peer) -> tuple[float, float, float] | None:
-        """When this peer took its next step, how long it had taken none, and its splice."""
+    def _heard_at(self, peer: Peer) -> float | None:
+        """When this peer knew of the fault."""
         known = next(_since(peer, self.hit_at, "fault", "lost", "dissolved"), None)
-        if known is None or peer.shown is None:
-            return None
-        whole = next(_since(peer, known["time"], "healed", "replica"), None)
-        if whole is None:
+        return None if known is None else known["time"]
+
+    def _went_on(self, peer: Peer, known_at: float) -> tuple[float, float, float] | None:
+        """When this peer took its next step, how long it had taken none, and its splice."""
+        whole = next(_since(peer, known_at, "healed", "replica"), None)
+        if whole is None or peer.shown is None:
             return None
         steps = peer.shown.steps
         again = next((at for at in steps if at > whole["time"]), None)
         if again is None:
             return None
         before = max((at for at in steps if at < again), default=again)
-        splice_s = whole.get("splice_s", whole["time"] - known["time"])
+        splice_s = whole.get("splice_s", whole["time"] - known_at)
         return again, again - before, splice_s
 
 

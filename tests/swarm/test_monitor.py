@@ -104,7 +104,7 @@ def test_the_page_shows_the_true_numbers_and_changes_when_a_peer_dies(
     assert shown.text("health") == "Blocked: stage 1 has no peer"
     assert monitor.series['blocked{stage="1"}'] == 1 and monitor.series["healthy"] == 0
 
-    # it asks the bootstrap, which has the weights of the stage that lost its peers, too
+    # the bootstrap asks, which has the weights of the stage that lost its peers, too
     swarm.wait(lambda: bool(monitor.status["samples"]), SAMPLE_LIMIT_S, "the model was asked")
     shown = show(monitor.url)
     assert shown.console == () and shown.text("prompt") == "def"
@@ -113,6 +113,19 @@ def test_the_page_shows_the_true_numbers_and_changes_when_a_peer_dies(
     trained = monitor.status["trained"]
     assert trained["parameters"] > 100_000 and shown.text("about") == trained["about"]
     assert shown.text("call-1").split()[-2:] == ["--stage", "1"]
+
+    # who leaves says what the model writes, and who comes late sees it
+    leaver = heads[1]
+    assert swarm.terminate(leaver) == 0
+    swarm.look()
+    gave = leaver.of_kind("gave")[-1]
+    assert gave["sample"].startswith('"def" with "') and gave["sample"] in leaver.log_text()
+    late_folder = swarm.folder / "late"
+    late_folder.mkdir()
+    late = ended.enter_context(closing(WatchingMonitor(swarm.invite, late_folder)))
+    wait_until(lambda: late.ready and late.status["samples"] == [sample], LOOK_LIMIT_S)
+    assert late.status["trained"]["parameters"] == trained["parameters"]
+    late.leave()
 
     before = monitor.status
     monitor.leave()

@@ -1,4 +1,4 @@
-"""What a monitor asks the model for people: when, within which bounds, and what it keeps of it."""
+"""What a bootstrap asks the model for people: when, within which bounds, and what is kept of it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_revisions import back_to, in_state
-from dilocox.peer.monitor import samples
-from dilocox.peer.monitor.history import ModelSample, SwarmHistory
-from dilocox.peer.monitor.samples import MAX_LETTERS, Sampler
+from dilocox.peer.chain import model_samples as samples
+from dilocox.peer.chain.model_samples import Sampler
+from dilocox.peer.chain.round_history import MAX_LETTERS, HistoryRow, ModelSample, RoundHistory
 from dilocox.peer.os_process import Child, start_process
 from tests.dht.processes import wait_until
 from tests.peer.clocks import TestClock
@@ -26,36 +26,34 @@ MANIFEST = manifest_of(1, samples={"prompt": PROMPT, "every": 10, "tokens": 5})
 
 
 class Asked:
-    """A sampler whose children run this program in place of dilocox, and the swarm it asks of."""
+    """A sampler whose children run this program in place of dilocox, and the history it fills."""
 
     def __init__(self, folder: Path, program: str, *, share: float = 1.0):
         # it gets the arguments that `python -m dilocox` would get
         python = (sys.executable, "-c", program)
-        self.sampler = Sampler(INVITE, folder / "said.log", python, share)
-        self.swarm = ToldSwarm(stages=1, replicas=1, spares=0)
-        self.swarm.history.parameters = 7
-        self._last: int | None = None
+        self.history = RoundHistory(folder / "history.jsonl", MANIFEST)
+        self.sampler = Sampler(INVITE, folder / "said.log", self.history, python, share)
 
     def commit(self, number: int) -> None:
-        self.swarm.commit(number, before=self._last)
-        self._last = number
+        self.history.add(HistoryRow(number, 0, digest(0, number)[:16], NOW, 1000))
 
     def turn(self, manifest: Manifest = MANIFEST) -> None:
-        self.sampler.turn(manifest, self.swarm.history, NOW)
+        self.sampler.turn(manifest, NOW)
 
-    def until_asked(self, number: int, answers: int, manifest: Manifest = MANIFEST) -> None:
-        """Commit this round, and ask until there are so many answers."""
+    def until_asked(self, number: int, manifest: Manifest = MANIFEST) -> None:
+        """Commit this round, and ask until there is an answer of it."""
         self.commit(number)
 
         def there() -> bool:
             self.turn(manifest)
-            return len(self.swarm.history.samples_of(manifest.samples.prompt)) == answers
+            newest = self.history.newest_sample(manifest.samples.prompt)
+            return newest is not None and newest.round == number
 
         wait_until(there, 30)
 
     @property
     def rounds(self) -> list[int]:
-        return [row.round for row in self.swarm.history.samples_of(PROMPT)]
+        return [each.round for each in self.history.samples()]
 
 
 @pytest.fixture
@@ -66,46 +64,42 @@ def asked(tmp_path: Path) -> Iterator[Asked]:
 
 
 def test_what_the_model_writes_is_kept_for_the_next_start(asked: Asked, tmp_path: Path) -> None:
-    asked.until_asked(3, 1)
-    (row,) = asked.swarm.history.samples_of(PROMPT)
+    asked.until_asked(3)
+    (row,) = asked.history.samples()
     assert (row.round, row.tokens, row.at) == (3, 1000, NOW)
     assert row.text == " a time [31m\nthere was", "lines stay, what steers a terminal does not"
-    asked.swarm.history.save(tmp_path / "kept.json")
-    root = asked.swarm.manifest.root
-    again = SwarmHistory.load(tmp_path / "kept.json", 1, root, NOW)
-    assert again.samples_of(PROMPT) == [row] and again.parameters == 7
+    again = RoundHistory(tmp_path / "history.jsonl", MANIFEST)
+    assert again.samples() == [row] and [each.round for each in again.rows()] == [3]
 
 
 def test_it_asks_again_only_after_so_many_rounds_and_once_at_the_end(asked: Asked) -> None:
-    asked.until_asked(3, 1)
+    asked.until_asked(3)
     asked.commit(12)
     asked.turn()
-    asked.until_asked(13, 2)
-    assert asked.rounds == [13, 3]
-    asked.until_asked(14, 3, in_state(MANIFEST, "ended"))
-    assert asked.rounds == [14, 13, 3]
+    asked.until_asked(13)
+    assert asked.rounds == [3, 13]
+    asked.until_asked(14, in_state(MANIFEST, "ended"))
+    assert asked.rounds == [3, 13, 14]
 
 
-def test_samples_of_rounds_that_the_operator_set_aside_go(asked: Asked) -> None:
-    asked.swarm.look()
+def test_samples_of_rounds_that_the_operator_set_aside_do_not_count(asked: Asked) -> None:
     for number in (0, 40):
-        asked.until_asked(number, 1 + (number > 0))
-    asked.swarm.manifest = back_to(asked.swarm.manifest, 2, [digest(0, 0)])
-    asked.swarm.look()
+        asked.until_asked(number)
+    asked.history.revise(back_to(MANIFEST, 2, [digest(0, 2)]))
     assert asked.rounds == [0]
 
 
 def test_another_prompt_begins_anew(asked: Asked) -> None:
-    asked.until_asked(3, 1)
+    asked.until_asked(3)
     other = replace(MANIFEST, samples=replace(MANIFEST.samples, prompt="other"))
-    asked.until_asked(4, 1, other)
-    assert asked.rounds == [3]
+    asked.until_asked(4, other)
+    assert asked.rounds == [3, 4]
 
 
 def test_an_endless_answer_is_cut(tmp_path: Path) -> None:
     asked = Asked(tmp_path, 'import sys; print(sys.argv[-1] + "x" * 10**6)')
-    asked.until_asked(3, 1)
-    assert len(asked.swarm.history.samples_of(PROMPT)[0].text) == MAX_LETTERS
+    asked.until_asked(3)
+    assert len(asked.history.samples()[0].text) == MAX_LETTERS
 
 
 def test_without_a_prompt_nobody_asks(tmp_path: Path) -> None:
@@ -162,7 +156,7 @@ def test_its_share_is_of_processor_seconds(
     asked.commit(3)
     asked.turn()
     clock.now += waited_s
-    asked.until_asked(13, 1)
+    wait_until(lambda: asked.turn() or asked.rounds, 30)
     asked.commit(30)
     least, most = rest_s
     clock.now += least
@@ -174,19 +168,18 @@ def test_its_share_is_of_processor_seconds(
     asked.sampler.close()
 
 
-def test_the_parameters_of_the_model_are_counted_first(tmp_path: Path) -> None:
-    program = 'import sys; print(51790336 if sys.argv[1] == "-c" else sys.argv[-1] + " a")'
-    asked = Asked(tmp_path, program, share=0.5)
-    asked.swarm.history.parameters = None
-    asked.until_asked(3, 1)
-    status = asked.swarm.status(asked.swarm.look())
-    assert status["trained"]["parameters"] == 51790336
+def test_a_child_is_what_a_system_without_memory_ends_first(tmp_path: Path) -> None:
+    output = tmp_path / "said"
+    command = (*samples.QUIET, "-c", "print(open('/proc/self/oom_score_adj').read())")
+    child = start_process(command, output, env={})
+    child.wait(30)
+    assert (child.returncode, output.read_text().strip()) == (0, "1000")
 
 
 def test_the_page_gets_the_newest_samples_and_some_older_ones() -> None:
     swarm = ToldSwarm(stages=1)
     swarm.manifest = MANIFEST
     for number in range(40):
-        swarm.history.samples_told[number] = ModelSample(number, 0, NOW, PROMPT, "text")
+        swarm.history.samples_told[number] = ModelSample(number, 0, 0, NOW, PROMPT, "text")
     status = swarm.status(swarm.look())
     assert [row["round"] for row in status["samples"]] == [39, 38, 37, 35, 31, 23, 7, 0]

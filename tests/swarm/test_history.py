@@ -23,7 +23,7 @@ pytestmark = pytest.mark.swarm
 
 STEP_S = 0.05
 ROUND_LIMIT_S = 120.0
-MORE_ROUNDS = 27  # so that the monitor starts after round 30
+MORE_ROUNDS = 28  # so that the monitor starts after round 30
 TOLD_LIMIT_S = 60.0
 
 

@@ -26,7 +26,7 @@ from dilocox.peer.chain.round_history import (
     RoundHistory,
     signed_page,
 )
-from dilocox.peer.chain.stated import LIVE_ROUNDS, Spread, leading, more_voids, stated_losses
+from dilocox.peer.chain.stated import Spread, came_now, leading, more_voids, stated_losses
 from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.chain.uploads import Source
 
@@ -72,6 +72,7 @@ class HistoryKeeper:
         self._now = now
         self._lock = threading.Lock()
         self._follows = False
+        self._taken_at = float("-inf")
         self._credited: dict[int, str] = {}  # the newest record by stage
         self._train: dict[int, Spread] = {}  # of the most heads that stated one together
         self._validation: dict[int, float] = {}
@@ -148,9 +149,11 @@ class HistoryKeeper:
         with self._lock:
             new = [each for each in found if self._new(each)]
             begins = all(row.round < 0 for row in known) and bool(new) and new[0].round == 0
-            live = (self._follows or begins) and len(new) <= LIVE_ROUNDS
+            now = self._now()
+            live = (self._follows or begins) and came_now(len(new), now - self._taken_at)
             self._follows |= claimed
-            at = self._now() if live else None
+            self._taken_at = now if new else self._taken_at
+            at = now if live else None
             speed = self._speed(new[-1], at) if new and at is not None else None
             for each in new:
                 self._commit(each, at, speed)

@@ -17,7 +17,15 @@ MAX_NUMBER = 1e12  # tokens a second, or seconds, that a peer may state
 MAX_LOSS = 1e4  # nats a token
 ROUNDS_AHEAD = 8  # of most replicas one may be
 NEAR = 1.0  # nats a token from the middle one: whoever states a loss further off widens no range
-LIVE_ROUNDS = 3  # more at once were not followed as they came, and nobody knows when that was
+LIVE_ROUNDS = 3  # that are found together are taken as they come
+LIVE_S = 60.0  # or as many as there are, where the ones before were found no longer ago than that
+
+
+def came_now(count: int, since_s: float) -> bool:
+    """Whether so many rounds that are found together came about now. Of more nobody knows when that
+    was. since_s: seconds since those before were found.
+    """
+    return count <= LIVE_ROUNDS or since_s <= LIVE_S
 
 
 def leading(

@@ -25,7 +25,7 @@ from dilocox.dht.rpc import REFUSED, Client, LoopThread
 from dilocox.dht.upload_limit import UploadLimit
 from dilocox.peer.chain.header_client import HeaderClient
 from dilocox.peer.chain.round_history import Told, ask_history
-from dilocox.peer.chain.stated import LIVE_ROUNDS
+from dilocox.peer.chain.stated import came_now
 from dilocox.peer.chain.summary import ChainRound, token_seconds_by_peer, tokens_by_peer
 
 logger = logging.getLogger(__name__)
@@ -85,6 +85,7 @@ class StageRounds:
     were asked for again. head: the newest round. rounds: of the chain; records_seen: the same for a
     counter, which never falls, not even when the chain goes on elsewhere.
     paced_from: rounds from before it say nothing of the pace, seconds since the epoch.
+    walked_at: when a walk from the head brought something last.
     times: when rounds were seen to come, by their number; those that were there before have none.
     known: the round of each record that is counted, by digest. recent: the newest ones by number.
     """
@@ -96,6 +97,7 @@ class StageRounds:
     rounds: int = 0
     records_seen: int = 0
     paced_from: float = 0.0
+    walked_at: float = 0.0
     times: dict[int, float] = field(default_factory=dict[int, float])
     known: dict[str, int] = field(default_factory=dict[str, int])
     recent: dict[int, ChainRound] = field(default_factory=dict[int, ChainRound])
@@ -117,7 +119,8 @@ class StageRounds:
                 self.gaps[walk.start] += 1
             return
         from_head = walk.start not in self.gaps
-        live = from_head and self.records_seen > 0 and len(walk.rounds) <= LIVE_ROUNDS
+        follows = from_head and self.records_seen > 0
+        live = follows and came_now(len(walk.rounds), now - self.walked_at)
         if walk.connected and from_head:
             if self.rounds and walk.end != root and walk.end not in self.known:
                 return  # it began before the operator went back, and ends where nothing counts
@@ -140,7 +143,7 @@ class StageRounds:
         if not walk.connected and len(self.gaps) < MAX_GAPS:
             self.gaps[walk.end] = 0
         if from_head:
-            self.head = walk.rounds[0]
+            self.head, self.walked_at = walk.rounds[0], now
         self._thin()
 
     def go_back(self, last: int, now: float) -> None:

@@ -55,6 +55,15 @@ def test_rounds_from_before_the_watch_have_no_time() -> None:
     assert stage.progress_at == 130.0
 
 
+def test_rounds_of_two_seconds_have_a_pace_though_each_look_finds_several() -> None:
+    stage = StageRounds()
+    walked(stage, chain_of(3), at=100.0)
+    for look in range(6):
+        walked(stage, chain_of(5, start=3 + 5 * look), at=110.0 + 10 * look)
+    assert stage.progress_at == 160.0
+    assert stage.per_hour(160.0) == pytest.approx(29 / 50 * 3600)
+
+
 def test_what_a_chain_abandons_is_taken_away_again() -> None:
     stage = StageRounds()
     walked(stage, chain_of(3))

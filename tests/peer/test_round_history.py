@@ -459,11 +459,14 @@ def test_the_throughput_of_rounds_that_are_found_together_is_that_of_all(
     assert [each.tokens_per_s for each in bootstrap.rows()] == [None, 300.0, 300.0, 300.0]
 
 
-def test_many_rounds_at_once_were_not_followed_either(bootstrap: Bootstrap) -> None:
+@pytest.mark.parametrize(("after_s", "followed"), [(10.0, True), (3600.0, False)])
+def test_many_rounds_at_once_were_not_followed_either_if_the_last_one_is_long_ago(
+    bootstrap: Bootstrap, after_s: float, followed: bool
+) -> None:
     bootstrap.commit(0)
     bootstrap.chain += [committed(n) for n in range(1, LIVE_ROUNDS + 1)]
-    bootstrap.commit(LIVE_ROUNDS + 1)
-    assert [each.at for each in bootstrap.rows()[1:]] == [None] * (LIVE_ROUNDS + 1)
+    bootstrap.commit(LIVE_ROUNDS + 1, after_s=after_s)
+    assert [each.at is not None for each in bootstrap.rows()[1:]] == [followed] * (LIVE_ROUNDS + 1)
 
 
 def test_a_round_takes_few_lines_whatever_heads_say_again_and_again(bootstrap: Bootstrap) -> None:

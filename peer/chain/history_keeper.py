@@ -83,8 +83,8 @@ class HistoryKeeper:
 
     def page(self, after: int) -> Source:
         """What is given of the rounds after this one."""
-        numbers = self.parameters
-        parameters = sum(numbers.values()) if len(numbers) == self._stages else None
+        numbers = list(self.parameters.values())  # another thread may open a stage meanwhile
+        parameters = sum(numbers) if len(numbers) == self._stages else None
         return signed_page(self._history, self._identity, self._run, after, parameters)
 
     def written(self, prompt: str) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import resource
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,29 +60,38 @@ class Sampler:
                 self._look(self._child)
             elif time.monotonic() >= self._next:
                 self._ask(manifest, now)
-        except (OSError, ValueError, EnvironmentFault) as error:
+        except (OSError, EnvironmentFault) as error:
             self._rest(1.0)
             logger.warning("no sample of the model: %s", error)
+        except Exception:  # the bootstrap is to live on
+            self._rest(1.0)
+            logger.exception("no sample of the model")
 
     def close(self) -> None:
         """End the child, if one runs."""
         if self._child is not None:
             self._child.terminate()
-            self._child.wait(LEAVE_LIMIT_S)
+            try:
+                self._child.wait(LEAVE_LIMIT_S)
+            finally:
+                self._place.cleanup()
 
     def _ask(self, manifest: Manifest, now: float) -> None:
         spec, newest = manifest.samples, self._history.newest(1)
         if not spec.prompt or not newest or (row := newest[0]).round < 0:
             return
         before = self._history.newest_sample(spec.prompt)
-        every = 1 if manifest.operation.state == "ended" else spec.every
+        ended = manifest.operation.state == "ended" or row.tokens >= manifest.end_tokens
+        every = 1 if ended else spec.every
         if before is not None and row.round < before.round + every:
             return
         self._asked = ModelSample(row.round, row.rules, row.tokens, round(now, 2), spec.prompt)
         words = ("--tokens", str(spec.tokens), "--seed", "0", "--log-level", "error")
         command = ("-m", "dilocox", "generate", *words, "--", self._invite, spec.prompt)
         self._began, self._used_s = time.monotonic(), _children_s()
-        env = {"OMP_NUM_THREADS": "1"}
+        # what it downloads goes even if it is killed; a short path, for p2pd's sockets
+        self._place = tempfile.TemporaryDirectory(prefix="dilocox-")
+        env = {"OMP_NUM_THREADS": "1", "TMPDIR": self._place.name}
         self._child = start_process((*self._python, *command), self._output, env=env)
 
     def _look(self, child: Child) -> None:
@@ -98,6 +108,9 @@ class Sampler:
         asked = self._asked
         text = said.partition(f"\n{asked.prompt}")[2][:MAX_LETTERS]  # behind lines for a terminal
         seen = "".join(c if c.isprintable() or c == "\n" else " " for c in text).rstrip()
+        if not seen:
+            logger.info("no sample of the model: it wrote nothing")
+            return
         self._history.keep_sample(asked._replace(text=seen))
 
     def _rest(self, used_s: float) -> None:

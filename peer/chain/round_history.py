@@ -34,14 +34,9 @@ from dilocox.dht.files import disk_fault, make_folder, write_atomically
 from dilocox.dht.identity import Identity, public_key_of, verify
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.names import MAX_NAME, cut
-from dilocox.dht.records import (
-    StageRecord,
-)
+from dilocox.dht.records import StageRecord
 from dilocox.dht.rpc import REFUSED, Blob, CallRefused, Client
-from dilocox.peer.chain.stated import (
-    MAX_LOSS,
-    MAX_NUMBER,
-)
+from dilocox.peer.chain.stated import MAX_LOSS, MAX_NUMBER
 from dilocox.peer.chain.uploads import Source
 
 logger = logging.getLogger(__name__)
@@ -149,6 +144,13 @@ def parsed_row(given: object) -> HistoryRow:
     if known != sorted(known):
         raise ValueError("a row's train loss is not within its range")
     return row
+
+
+def parsed_sample(given: object) -> ModelSample:
+    """The same for a sample."""
+    if not isinstance(given, list):
+        raise ValueError("a sample is no list")
+    return _SAMPLE.validate_python(cast("list[object]", given)[: len(ModelSample._fields)])
 
 
 class RoundHistory:
@@ -262,13 +264,15 @@ class RoundHistory:
         if before is not None and before.digest != row.digest:
             # the archive has changed to another chain: what followed there is of no chain any more
             gone = [each for each in self._rows if each[0] == row.rules and each > key]
+            kept = self._samples.items()
+            self._samples = {n: s for n, s in kept if s.rules != row.rules or n < row.round}
         if len(self._rows) > MAX_ROWS:
             gone = sorted(self._rows)[1 : MAX_ROWS // 2 : 2]
         for each in gone:
             del self._rows[each]
 
     def _put_sample(self, sample: ModelSample) -> None:
-        self._samples[sample.round] = sample
+        self._samples = {each.round: each for each in (*self.samples(), sample)}
         thin_samples(self._samples)
 
     def _name(self, stated: Named) -> None:
@@ -290,7 +294,7 @@ class RoundHistory:
                 if line.startswith(b'["'):
                     self._name(_NAMED.validate_json(line))
                 elif line.startswith(b"{"):
-                    self._put_sample(_SAMPLE.validate_python(json.loads(line)["sample"]))
+                    self._put_sample(parsed_sample(json.loads(line)["sample"]))
                 else:
                     self._put(parsed_row(json.loads(line)))
             except (ValueError, LookupError):
@@ -354,19 +358,21 @@ async def ask_history(
     manifest: Manifest,
     after: int = FIRST,
     silent: set[str] | None = None,
+    witness: str = "",
 ) -> Told:
     """What bootstraps have after a round, merged; the first one, the witness, is believed.
 
     Empty where none answers or all are of an older version; names come with those who ask from
     FIRST on. client: with stage 0's namespace.
     silent: who gave none before, for those who ask again and again: only news of that is said.
+    witness: the operator's, which alone asks the model; samples of others are none.
     """
     found, all_told = dict[int, HistoryRow](), Told([], {})
     silent = set() if silent is None else silent
     for peer in bootstraps:
         told = await _told_by(client, peer, run, after, silent)
         merge(found, told.rows, manifest)
-        all_told = all_told.with_more(told)
+        all_told = all_told.with_more(told if peer == witness else told._replace(samples={}))
     return all_told._replace(rows=[found[number] for number in sorted(found)])
 
 
@@ -426,7 +432,7 @@ def checked_page(blob: Blob, peer: str, run: str, after: int) -> tuple[Told, boo
         given: Any = json.loads(blob.data)
         rows = [parsed_row(each) for each in given["rows"][: PAGE_ROWS + 1]]
         named = [_NAMED.validate_python(each) for each in given.get("names", [])[:MAX_NAMED]]
-        told = [_SAMPLE.validate_python(each) for each in given.get("samples", [])[:MAX_SAMPLES]]
+        told = [parsed_sample(each) for each in given.get("samples", [])[:MAX_SAMPLES]]
         parameters = _PARAMETERS.validate_python(given.get("parameters"))
         of_run, asked, more = given["run"], given["after"], bool(given["more"])
     except (ValueError, LookupError, TypeError, RecursionError) as error:

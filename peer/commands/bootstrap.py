@@ -114,7 +114,11 @@ METRICS = (
     ),
     _Spec("ready", "Whether peers can join and fetch here.", lambda f: not f.not_ready),
     _Spec("dht_peers", "Other DHT nodes that this one knows.", lambda f: f.dht_peers),
-    _Spec("memory_bytes", "Of all processes, proportional set size.", lambda f: f.memory_bytes),
+    _Spec(
+        "memory_bytes",
+        "Of all processes, proportional set size; without the child that asks the model.",
+        lambda f: f.memory_bytes,
+    ),
     _Spec(
         "manifest_expiry_timestamp_seconds",
         "Until when the manifest is valid, if the operator's bootstrap does not renew it.",
@@ -337,8 +341,8 @@ class Beside:
 
     def close(self) -> None:
         self._open.close()
-        self._sampler.close()
         self._archive.close()
+        self._sampler.close()
 
     def pages(self) -> Pages:
         metrics = metrics_of(self._keeper.run, lambda: self._facts)

@@ -46,6 +46,7 @@ def test_its_command_is_one_that_dilocox_takes(monkeypatch: pytest.MonkeyPatch) 
     assert options.state == Path("/var/lib") / settings()["StateDirectory"]
     assert (options.port, options.announce) == (31337, ("/ip4/203.0.113.7/tcp/31337",))
     assert settings()["RestartPreventExitStatus"] == str(InvalidInput.exit_code)
+    assert settings()["OOMPolicy"] == "continue", "a killed child must not end the bootstrap"
 
 
 def test_a_peers_command_needs_nothing_but_the_variables_of_its_file(

@@ -82,6 +82,41 @@ def test_it_asks_again_only_after_so_many_rounds_and_once_at_the_end(asked: Aske
     assert asked.rounds == [3, 13, 14]
 
 
+def test_the_last_round_of_all_tokens_is_asked_of_too(asked: Asked) -> None:
+    manifest = replace(MANIFEST, end_tokens=1000)
+    asked.until_asked(3, manifest)
+    asked.until_asked(4, manifest)
+    assert asked.rounds == [3, 4]
+
+
+def test_an_answer_without_a_word_is_none(tmp_path: Path) -> None:
+    asked = Asked(tmp_path, "import sys; print(sys.argv[-1])")
+    asked.commit(3)
+    asked.turn()
+    wait_until(lambda: asked.turn() or "once" in (tmp_path / "said.log").read_text(), 30)
+    asked.turn()
+    asked.sampler.close()
+    assert asked.rounds == []
+
+
+def test_what_a_child_leaves_behind_goes_with_it(tmp_path: Path) -> None:
+    places = tmp_path / "places"
+    program = (
+        "import os, signal, tempfile; "
+        f"open({str(places)!r}, 'a').write(tempfile.mkdtemp() + chr(10)); "
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    asked = Asked(tmp_path, program)
+    asked.commit(3)
+
+    def gone() -> bool:
+        asked.turn()
+        return places.exists() and not Path(places.read_text().splitlines()[0]).exists()
+
+    wait_until(gone, 30)
+    asked.sampler.close()
+
+
 def test_samples_of_rounds_that_the_operator_set_aside_do_not_count(asked: Asked) -> None:
     for number in (0, 40):
         asked.until_asked(number)

@@ -248,14 +248,34 @@ def test_what_the_model_wrote_goes_with_the_page_the_newest_in_any_case(
     answers = MemorySwarm(**{me: given(kept, identities[0])})
 
     def told(after: int) -> Told:
-        return asyncio.run(ask_history(answers.client(), [me], RUN, MANIFEST, after))
+        asked = ask_history(answers.client(), [me], RUN, MANIFEST, after, witness=me)
+        return asyncio.run(asked)
 
+    other = asyncio.run(ask_history(answers.client(), [me], RUN, MANIFEST, witness="another"))
+    assert other.samples == {}, "the operator's bootstrap alone asks the model"
     assert (told(FIRST).samples, told(3).samples, told(8).samples) == (
         made,
         {5: made[5]},
         {5: made[5]},
     )
     assert history(tmp_path).samples() == list(made.values()), "a new start has them"
+
+
+def test_samples_of_rounds_that_do_not_count_any_more_go(tmp_path: Path) -> None:
+    kept = history(tmp_path)
+    for number in range(4):
+        kept.add(row(number))
+        kept.keep_sample(ModelSample(number, 0, 100, NOW, "Once", " upon"))
+    kept.add(row(2, digest="f" * 16))  # the archive has changed to another chain
+    assert [each.round for each in kept.samples()] == [0, 1]
+    kept.revise(back_to(MANIFEST, 0, [digest(0, 0), digest(1, 0)]))
+    kept.keep_sample(ModelSample(1, 1, 100, NOW, "Once", " again"))
+    assert [(each.round, each.rules) for each in kept.samples()] == [(0, 0), (1, 1)]
+
+
+def test_a_sample_of_a_newer_version_with_a_column_more_is_read() -> None:
+    made = ModelSample(1, 0, 100, NOW, "Once", " upon")
+    assert round_history.parsed_sample([*made, "more"]) == made
 
 
 def test_a_keeper_says_how_large_the_model_is_and_what_it_writes_now(

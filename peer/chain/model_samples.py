@@ -106,11 +106,12 @@ class Sampler:
         with self._output.open(encoding="utf-8", errors="replace") as file:
             said = "\n" + file.read(4 * MAX_LETTERS)
         asked = self._asked
-        text = said.partition(f"\n{asked.prompt}")[2][:MAX_LETTERS]  # behind lines for a terminal
-        seen = "".join(c if c.isprintable() or c == "\n" else " " for c in text).rstrip()
-        if not seen:
-            logger.info("no sample of the model: it wrote nothing")
+        _, prompt, text = said.partition(f"\n{asked.prompt}")  # behind lines for a terminal
+        if not prompt:
+            logger.info("no sample of the model: %s", child.last_line())
             return
+        shown = (c if c.isprintable() or c == "\n" else " " for c in text[:MAX_LETTERS])
+        seen = "".join(shown).rstrip()  # of a model that has just begun it may be nothing
         self._history.keep_sample(asked._replace(text=seen))
 
     def _rest(self, used_s: float) -> None:

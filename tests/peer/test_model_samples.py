@@ -89,14 +89,17 @@ def test_the_last_round_of_all_tokens_is_asked_of_too(asked: Asked) -> None:
     assert asked.rounds == [3, 4]
 
 
-def test_an_answer_without_a_word_is_none(tmp_path: Path) -> None:
-    asked = Asked(tmp_path, "import sys; print(sys.argv[-1])")
-    asked.commit(3)
-    asked.turn()
-    wait_until(lambda: asked.turn() or "once" in (tmp_path / "said.log").read_text(), 30)
-    asked.turn()
-    asked.sampler.close()
-    assert asked.rounds == []
+def test_an_answer_of_blanks_is_one_and_one_without_the_prompt_is_none(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    blank = Asked(tmp_path, "import sys; print(sys.argv[-1] + '   ')")
+    blank.until_asked(3)
+    assert [each.text for each in blank.history.samples()] == [""]
+    (tmp_path / "other").mkdir()
+    other = Asked(tmp_path / "other", f"open({str(ran)!r}, 'a').write('x'); print('hello')")
+    other.commit(3)
+    wait_until(lambda: other.turn() or (ran.exists() and len(ran.read_text()) > 1), 30)
+    other.sampler.close()
+    assert other.rounds == []
 
 
 def test_what_a_child_leaves_behind_goes_with_it(tmp_path: Path) -> None:

@@ -14,7 +14,13 @@ from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_revisions import back_to, in_state
 from dilocox.peer.chain import model_samples as samples
 from dilocox.peer.chain.model_samples import Sampler
-from dilocox.peer.chain.round_history import MAX_LETTERS, HistoryRow, ModelSample, RoundHistory
+from dilocox.peer.chain.round_history import (
+    MAX_LETTERS,
+    HistoryRow,
+    ModelSample,
+    RoundHistory,
+    parsed_sample,
+)
 from dilocox.peer.os_process import Child, start_process
 from tests.dht.processes import wait_until
 from tests.peer.clocks import TestClock
@@ -125,6 +131,23 @@ def test_samples_of_rounds_that_the_operator_set_aside_do_not_count(asked: Asked
         asked.until_asked(number)
     asked.history.revise(back_to(MANIFEST, 2, [digest(0, 2)]))
     assert asked.rounds == [0]
+
+
+def test_samples_of_rounds_that_do_not_count_any_more_go(tmp_path: Path) -> None:
+    kept = RoundHistory(tmp_path / "history.jsonl", MANIFEST)
+    for number in range(4):
+        kept.add(HistoryRow(number, 0, digest(0, number)[:16], NOW, 1000))
+        kept.keep_sample(ModelSample(number, 0, 100, NOW, PROMPT, " upon"))
+    kept.add(HistoryRow(2, 0, "f" * 16, NOW, 1000))  # the archive has changed to another chain
+    assert [each.round for each in kept.samples()] == [0, 1]
+    kept.revise(back_to(MANIFEST, 0, [digest(0, 0)]))
+    kept.keep_sample(ModelSample(1, 1, 100, NOW, PROMPT, " again"))
+    assert [(each.round, each.rules) for each in kept.samples()] == [(0, 0), (1, 1)]
+
+
+def test_a_sample_of_a_newer_version_with_a_column_more_is_read() -> None:
+    made = ModelSample(1, 0, 100, NOW, PROMPT, " upon")
+    assert parsed_sample([*made, "more"]) == made
 
 
 def test_another_prompt_begins_anew(asked: Asked) -> None:

@@ -261,23 +261,6 @@ def test_what_the_model_wrote_goes_with_the_page_the_newest_in_any_case(
     assert history(tmp_path).samples() == list(made.values()), "a new start has them"
 
 
-def test_samples_of_rounds_that_do_not_count_any_more_go(tmp_path: Path) -> None:
-    kept = history(tmp_path)
-    for number in range(4):
-        kept.add(row(number))
-        kept.keep_sample(ModelSample(number, 0, 100, NOW, "Once", " upon"))
-    kept.add(row(2, digest="f" * 16))  # the archive has changed to another chain
-    assert [each.round for each in kept.samples()] == [0, 1]
-    kept.revise(back_to(MANIFEST, 0, [digest(0, 0), digest(1, 0)]))
-    kept.keep_sample(ModelSample(1, 1, 100, NOW, "Once", " again"))
-    assert [(each.round, each.rules) for each in kept.samples()] == [(0, 0), (1, 1)]
-
-
-def test_a_sample_of_a_newer_version_with_a_column_more_is_read() -> None:
-    made = ModelSample(1, 0, 100, NOW, "Once", " upon")
-    assert round_history.parsed_sample([*made, "more"]) == made
-
-
 def test_a_keeper_says_how_large_the_model_is_and_what_it_writes_now(
     tmp_path: Path, identities: list[Identity]
 ) -> None:

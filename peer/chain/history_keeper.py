@@ -26,7 +26,14 @@ from dilocox.peer.chain.round_history import (
     RoundHistory,
     signed_page,
 )
-from dilocox.peer.chain.stated import Spread, came_now, leading, more_voids, stated_losses
+from dilocox.peer.chain.stated import (
+    MAX_HEARD,
+    Spread,
+    came_now,
+    leading,
+    more_voids,
+    stated_losses,
+)
 from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.chain.uploads import Source
 
@@ -35,7 +42,6 @@ OPEN_ROUNDS = 8  # the newest ones, of which more may be heard
 SIZED_AFTER = 3  # rounds after which no stage is waited for
 LEAST_S = 0.5  # between two rounds, or their times are too rough for a throughput
 BACKLOG = 4096  # records of which the headers are read
-MAX_HEARD = 64  # rounds whose losses are remembered until they are committed
 MAX_SHOWN = 80  # letters of a prompt, and of what follows, in the archive's claim
 
 Since = Callable[[Collection[str], int], list[ChainRound]]

@@ -32,7 +32,7 @@ from dilocox.peer.chain.round_history import (
     Told,
     thin_samples,
 )
-from dilocox.peer.chain.stated import ROUNDS_AHEAD, more_voids, stated_losses
+from dilocox.peer.chain.stated import MAX_HEARD, ROUNDS_AHEAD, Spread, more_voids, stated_losses
 from dilocox.peer.chain.summary import Stated
 from dilocox.peer.monitor.chains import StageRounds, Walk
 from dilocox.peer.monitor.events import EventLog
@@ -109,11 +109,13 @@ class Curve:
     monitor sees itself, which is newer, and all there is where no bootstrap tells. Beyond the limit
     neighbours become one point, evenly over all rounds but for the first and the newest ones; the
     range of their validation losses stays.
-    points: by round. told: the newest round that a bootstrap has told of.
+    points: by round. told: the newest round that a bootstrap has told of. heads: of how many heads
+    the train loss of a round is that this monitor heard, of the newest rounds.
     """
 
     points: dict[int, Point] = field(default_factory=dict[int, Point])
     told: int = FIRST
+    heads: dict[int, int] = field(default_factory=dict[int, int])
 
     def take(self, rows: Iterable[HistoryRow]) -> None:
         """What bootstraps say, which is more than this monitor can have seen."""
@@ -127,9 +129,17 @@ class Curve:
         self.points[seen.round] = seen.over(self._at(seen.round))
         self._thin()
 
+    def hear(self, number: int, said: Spread) -> None:
+        """What heads state of a round; as some leave, those that stay do not speak for all."""
+        if said.heads >= self.heads.get(number, 0):
+            self.heads[number] = said.heads
+            forget(self.heads, MAX_HEARD)
+            self.see(Point(number, train=said.middle, train_low=said.low, train_high=said.high))
+
     def go_back(self, last: int) -> None:
         """Forget the rounds after this one."""
         self.points = {number: each for number, each in self.points.items() if number <= last}
+        self.heads = {number: heads for number, heads in self.heads.items() if number <= last}
         self.told = min(self.told, last)
 
     def newest(self, name: str) -> tuple[int, float] | None:
@@ -400,8 +410,7 @@ class SwarmHistory:
         stated = stated_losses(replicas, self._counts)
         self.losses_not_finite = stated.not_finite
         for number, said in stated.train.items():
-            seen = Point(number, train=said.middle, train_low=said.low, train_high=said.high)
-            self.curve.see(seen)
+            self.curve.hear(number, said)
         for number, loss in stated.validation.items():
             tokens = 0 if number < 0 else None
             self.curve.see(Point(number, tokens, validation=loss, low=loss, high=loss))

@@ -6,6 +6,7 @@ import random
 from itertools import pairwise
 
 from dilocox.peer.chain.round_history import HistoryRow
+from dilocox.peer.chain.stated import Spread
 from dilocox.peer.monitor.history import MAX_POINTS, WHOLE, Curve, Point
 
 ROUNDS = 100_000
@@ -65,3 +66,16 @@ def test_what_a_bootstrap_does_not_know_is_not_forgotten() -> None:
     assert curve.points[3] == (*known, None, None)
     curve.take([row(3, 2.25)._replace(train_low=2.75, train_high=3.5)])
     assert curve.points[3] == (*known, 2.75, 3.5)
+
+
+def test_heads_that_stay_do_not_speak_for_those_that_left() -> None:
+    curve = Curve()
+    curve.hear(4, Spread.of([2.5, 2.25]))
+    curve.hear(4, Spread.of([2.5]))
+    assert (curve.points[4].train, curve.points[4].train_high) == (2.25, 2.5)
+    curve.hear(4, Spread.of([2.0, 2.5]))
+    curve.hear(5, Spread.of([1.5]))
+    assert (curve.points[4].train, curve.newest("train")) == (2.0, (5, 1.5))
+    curve.go_back(3)
+    curve.hear(4, Spread.of([3.0]))
+    assert curve.newest("train") == (4, 3.0)

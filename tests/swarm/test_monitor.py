@@ -132,7 +132,7 @@ def test_the_page_shows_the_true_numbers_and_changes_when_a_peer_dies(
     again = ended.enter_context(closing(WatchingMonitor(swarm.invite, swarm.folder)))
     wait_until(lambda: again.ready, LOOK_LIMIT_S)
     after = again.status
-    told = losses_of(before)
+    told = losses_of(before)[:-1]  # the round under way may end, and a bootstrap tell of it
     assert losses_of(after)[: len(told)] == told
     assert after["contributions"] == before["contributions"]
     assert [each["rounds"] for each in after["stages"]] == [

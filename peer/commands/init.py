@@ -44,6 +44,8 @@ _MACHINES = re.compile(
 )
 _TOKENS = re.compile(r"(\d{1,16}(?:\.\d{1,9})?(?:e\d{1,2})?) *([MBT]?)", re.IGNORECASE)
 _FACTORS = {"": 1.0, "M": 1e6, "B": 1e9, "T": 1e12}
+PROMPTS = {"stdlib": "def "}  # by format; else words that most texts go on from
+PROMPT = "It was "
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 WHERE = {  # the text is, by its format
     "stdlib": "the source of Python's standard library, a few MB: for a try",
@@ -116,6 +118,8 @@ def run_init_command(options: InitOptions) -> int:
         parameters=parameters / 1e6,
         why_stages="as you asked" if stages else fewest,
         each=tokens / parameters,
+        prompt=_yaml(PROMPTS.get(run.data.format, PROMPT)),
+        weights=size(4 * parameters),
         where=WHERE.get(run.data.format, "must be there on every volunteer's machine"),
     )
     try:

@@ -223,7 +223,8 @@ class Learner:
         """Finish or abandon the exchange in flight, and keep everything on disk.
 
         At the end of the run it is finished, and the bootstraps are given the time to keep the last
-        record: no later round would hold it.
+        record: no later round would hold it. The last peer of a stage gives them a moment, too, or
+        the stage would stand still without it.
         """
         self._meter.state = "leaving"
         self._coordinator.leave()
@@ -238,8 +239,11 @@ class Learner:
         self.publish(force=True)
         if ended or self._stop.is_set():  # else it starts again at once
             self._meter.tell_gave()
+        deadlines, stop = self._manifest.deadlines, self._stop
         if ended:
-            self._wait_for_archive()
+            self._wait_for_archive(max(deadlines.record_lifetime_s, deadlines.exchange_s), stop)
+        elif stop.is_set() and len(self._coordinator.view.counted()) == 1:
+            self._wait_for_archive(2 * deadlines.heartbeat_s, threading.Event())
 
     def _end_round(self, round_number: int, scheduled_at: float) -> None:
         """The send of this round; then, under `merge: none`, its record."""
@@ -329,12 +333,11 @@ class Learner:
             self.take_events(wait_s=POLL_S)
             self.publish()
 
-    def _wait_for_archive(self) -> None:
+    def _wait_for_archive(self, limit_s: float, stop: threading.Event) -> None:
         self._coordinator.announce()  # its last record
-        deadlines = self._manifest.deadlines
-        end = time.monotonic() + max(deadlines.record_lifetime_s, deadlines.exchange_s)
+        end = time.monotonic() + limit_s
         while not self._coordinator.archived and time.monotonic() < end:
-            if self._stop.is_set() or not self._coordinator.is_alive():
+            if stop.is_set() or not self._coordinator.is_alive():
                 return
             self.take_events(wait_s=POLL_S)
 

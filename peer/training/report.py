@@ -108,7 +108,8 @@ class Reporter:
     def tell(self, kind: str, **facts: object) -> None:
         """One event of the replica that this peer is in, and a line in the log."""
         self.event(kind, **facts)
-        logger.info("%s: %s", kind, event_in_words(kind, facts, self.shown))
+        clean = facts.get("reason") == "left"  # which is no fault
+        logger.info("%s: %s", "left" if clean else kind, event_in_words(kind, facts, self.shown))
 
     def status(self, status: LoopStatus, *, force: bool = False) -> None:
         """Show the progress, about once a second."""
@@ -250,7 +251,8 @@ def event_in_words(
 ) -> str:
     """An event of a replica as people see it; peers by their last six letters and names."""
     members = [shown(str(peer)) for peer in facts.get("members", ())]
-    lost = f"the peer of stage {facts.get('stage')} is gone ({facts.get('reason')})"
+    why = "has left" if facts.get("reason") == "left" else f"is gone ({facts.get('reason')})"
+    lost = f"the peer of stage {facts.get('stage')} {why}"
     match kind:
         case "replica" if len(members) == 1:
             return "this peer trains, and needs no other for that"

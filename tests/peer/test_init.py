@@ -53,6 +53,7 @@ def test_the_defaults_make_a_file_that_the_check_passes(
     assert "0 of 1" in said and "run.yaml is good: my-run would be a new run" in said
     assert everything_in(tmp_path) == {"run.yaml"}
     lines = (tmp_path / "run.yaml").read_text().splitlines()
+    assert Manifest.load(tmp_path / "run.yaml").samples.prompt == "def "
     fields = [line for line in lines if ": " in line.partition("#")[0]]
     assert len(fields) > 12 and sum("#" in line for line in fields) > 9, "a word on each choice"
 

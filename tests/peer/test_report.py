@@ -356,6 +356,8 @@ def test_an_event_of_a_replica_reads_as_a_sentence() -> None:
     said = {
         ("dissolved", "its head dissolved it"): {"reason": "its head dissolved it"},
         ("fault", "the peer of stage 1 is gone (silent), abcdef; looking for another one"): fault,
+        ("fault", "the peer of stage 1 has left, abcdef; looking for another one"): fault
+        | {"reason": "left"},
         (
             "lost",
             "the peer of stage 0 is gone (closed); the head of the replica looks for another one",

@@ -31,16 +31,6 @@ MACHINES = (
 pytestmark = pytest.mark.swarm
 
 
-@pytest.mark.faults
-@pytest.mark.timeout(420)
-def test_8_rounds_with_changing_ranks_a_joiner_and_a_peer_that_returns_by_records(
-    start_swarm: StartSwarm,
-) -> None:
-    swarm = swarm_of_changing_ranks(start_swarm)
-    lived_through(swarm, joins_at=1, away=(2, 4), rounds=8)
-    assert_replays_agree(swarm, swarm.peers[-1:], MACHINES[-1:])
-
-
 @pytest.mark.timeout(1500)
 def test_30_rounds_with_changing_ranks_a_joiner_and_a_peer_that_returns_by_records(
     start_swarm: StartSwarm,

@@ -12,15 +12,15 @@ its own, which start with `averaging_prefix`.
 """
 
 import hashlib
-import math
 import re
-import types
 import typing
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from typing import Any, ClassVar, Literal, TypeVar, cast
+from typing import Annotated, ClassVar, Literal, TypeVar, cast
 
-from dilocox.dht.wire import Malformed, pack, unpack
+from pydantic import Field, TypeAdapter
+
+from dilocox.dht.wire import Malformed, checked, pack, unpack
 
 Kind = Literal["manifest", "replica", "stage", "bell", "part", "round"]
 
@@ -101,6 +101,12 @@ MAX_INTEGER = 2**53
 MAX_TEXT = 256
 MAX_TEXTS = 64
 
+Integer = Annotated[int, Field(strict=True, ge=-1, le=MAX_INTEGER)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Flag = Annotated[bool, Field(strict=True)]
+Text = Annotated[str, Field(strict=True, max_length=MAX_TEXT)]
+Texts = Annotated[tuple[Text, ...], Field(max_length=MAX_TEXTS)]
+
 R = TypeVar("R", bound="Record")
 
 
@@ -114,8 +120,7 @@ class Record:
     def encode(self) -> bytes:
         """msgpack; raises `Malformed` when a field is not of its type or the whole is too long."""
         values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
-        for name, hint in _hints(type(self)).items():
-            _checked(name, values[name], hint)
+        self._read(values)
         data = pack(values)
         if len(data) > self.max_bytes:
             raise Malformed(
@@ -125,30 +130,22 @@ class Record:
 
     @classmethod
     def decode(cls: type[R], data: bytes) -> R:
-        value = unpack(data, cls.max_bytes)
-        if not isinstance(value, dict):
-            raise Malformed(f"{cls.kind} record is no map")
-        given = cast(dict[str, object], value)
-        values: dict[str, Any] = {}
-        for name, hint in _hints(cls).items():
-            if name in given:
-                values[name] = _checked(name, given[name], hint)
-            elif cls.__dataclass_fields__[name].default is MISSING:
-                raise Malformed(f"{cls.kind} record has no {name}")
-        return cls(**values)
+        """The record; raises `Malformed`."""
+        return cls._read(unpack(data, cls.max_bytes))
 
-
-def figure(text: str) -> Any:
-    """A field for a share, from 0 to 1, that a training loop tells; None before there is one.
-
-    Metrics, the progress line and the status page show every such field with its name; `text` says
-    what it is.
-    """
-    return field(default=None, metadata={"figure": text})
+    @classmethod
+    def _read(cls: type[R], value: object) -> R:
+        try:
+            return checked(value, _adapter(cls))
+        except Malformed as error:
+            raise Malformed(f"{cls.kind} record: {error}") from None
 
 
 def figures_of(record: type[Record]) -> dict[str, str]:
-    """The shares that records of this kind tell, and what they are."""
+    """The shares, from 0 to 1, that training loops tell in records of this kind, and what they are.
+
+    Metrics, the progress line and the status page show every such field with its name.
+    """
     marked = {spec.name: spec.metadata.get("figure") for spec in fields(record)}
     return {name: text for name, text in marked.items() if text}
 
@@ -174,21 +171,23 @@ class StageRecord(Record):
     kind: ClassVar[Kind] = "stage"
 
     state: Literal["joining", "spare", "training", "left"]
-    round: int
-    inner_steps: int
-    digest: str
-    replica: str
-    tokens: int
-    tokens_per_s: float
-    client_mode: bool
-    voids: int
-    version: str
-    addresses: tuple[str, ...]
-    blocked: str
-    compression_error: float | None = None
-    computing_share: float | None = figure("Of its time in replicas in which its stage computed.")
-    name: str = ""
-    team: str = ""
+    round: Integer
+    inner_steps: Integer
+    digest: Text
+    replica: Text
+    tokens: Integer
+    tokens_per_s: Number
+    client_mode: Flag
+    voids: Integer
+    version: Text
+    addresses: Texts
+    blocked: Text
+    compression_error: Number | None = None
+    computing_share: Number | None = field(
+        default=None, metadata={"figure": "Of its time in replicas in which its stage computed."}
+    )
+    name: Text = ""
+    team: Text = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,19 +208,19 @@ class ReplicaRecord(Record):
     kind: ClassVar[Kind] = "replica"
     max_bytes: ClassVar[int] = 4 * MAX_RECORD_BYTES
 
-    members: tuple[str, ...]
-    epoch: int
-    round: int
-    inner_step: int
-    step_s: float
-    tokens_per_s: float
-    train_loss: float | None
-    val_loss: float | None
-    val_round: int
-    waiting_share: float = 0.0
-    codec: str
-    last_fault: str
-    hear_s: float = 0.0
+    members: Texts
+    epoch: Integer
+    round: Integer
+    inner_step: Integer
+    step_s: Number
+    tokens_per_s: Number
+    train_loss: Number | None
+    val_loss: Number | None
+    val_round: Integer
+    waiting_share: Number = 0.0
+    codec: Text
+    last_fault: Text
+    hear_s: Number = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,12 +236,12 @@ class BellRecord(Record):
 
     kind: ClassVar[Kind] = "bell"
 
-    round: int
-    finished_at: float
-    round_s: float
-    tokens: int
-    send_after: float | None
-    scheduled_at: float | None
+    round: Integer
+    finished_at: Number
+    round_s: Number
+    tokens: Integer
+    send_after: Number | None
+    scheduled_at: Number | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,8 +250,8 @@ class PartRecord(Record):
 
     kind: ClassVar[Kind] = "part"
 
-    part: int
-    position: int
+    part: Integer
+    position: Integer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,15 +270,15 @@ class ClaimRecord(Record):
 
     kind: ClassVar[Kind] = "round"
 
-    round: int
-    digest: str
-    tokens: int
-    chain_tokens: int
-    record_bytes: int
-    rules: int = 0
-    revision: int = 0
-    idle: bool = False
-    written: str = ""
+    round: Integer
+    digest: Text
+    tokens: Integer
+    chain_tokens: Integer
+    record_bytes: Integer
+    rules: Integer = 0
+    revision: Integer = 0
+    idle: Flag = False
+    written: Text = ""
 
 
 RECORD_TYPES: dict[Kind, type[Record]] = {
@@ -289,32 +288,5 @@ RECORD_TYPES: dict[Kind, type[Record]] = {
 
 
 @lru_cache(maxsize=64)
-def _hints(record: type[Record]) -> dict[str, Any]:
-    hints = typing.get_type_hints(record)
-    return {spec.name: hints[spec.name] for spec in fields(record)}
-
-
-def _checked(name: str, value: object, hint: Any) -> object:
-    """`value` as the annotated type, or `Malformed`."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is types.UnionType:
-        return None if value is None else _checked(name, value, arguments[0])
-    if origin is Literal:
-        good = isinstance(value, str) and value in arguments
-    elif origin is tuple:
-        items = cast(list[object], value) if isinstance(value, list | tuple) else None
-        if items is None or len(items) > MAX_TEXTS:
-            raise Malformed(f"{name} is no list of at most {MAX_TEXTS} texts")
-        return tuple(_checked(name, item, arguments[0]) for item in items)
-    elif hint is float:
-        value = float(value) if type(value) is int and abs(value) <= MAX_INTEGER else value
-        good = isinstance(value, float) and math.isfinite(value)
-    elif hint is int:
-        good = type(value) is int and -1 <= value <= MAX_INTEGER
-    elif hint is bool:
-        good = isinstance(value, bool)
-    else:
-        good = isinstance(value, str) and len(value) <= MAX_TEXT
-    if not good:
-        raise Malformed(f"{name} is {str(value)[:60]!r}, which is not of type {hint}")
-    return value
+def _adapter(record: type[R]) -> TypeAdapter[R]:
+    return TypeAdapter(record)

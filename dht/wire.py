@@ -12,14 +12,18 @@ move it to another key or owner, nor make it live longer. hivemind's own declara
 are sealed the same way, with the hash in the place of the key.
 """
 
+import reprlib
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs]
+from pydantic import TypeAdapter, ValidationError
 
 from dilocox.dht.identity import Identity, peer_id_bytes_of, peer_id_of, verify
 
 MAX_ITEMS = 1024
+
+T = TypeVar("T")
 
 
 class Malformed(ValueError):
@@ -54,6 +58,16 @@ def unpack(data: bytes, max_bytes: int) -> object:
         )
     except (ValueError, TypeError, RecursionError) as error:
         raise Malformed(f"no valid msgpack: {error}") from error
+
+
+def checked(value: object, kind: TypeAdapter[T]) -> T:
+    """What was decoded as a value of this type; raises `Malformed`, which names the first flaw."""
+    try:
+        return kind.validate_python(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        where = ".".join(map(str, first["loc"])) or "it"
+        raise Malformed(f"{where}: {first['msg']}: {reprlib.repr(first['input'])}") from None
 
 
 def _no_extensions(code: int, data: bytes) -> Any:

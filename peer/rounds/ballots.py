@@ -16,10 +16,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, cast
+from typing import TypeVar
+
+from pydantic import StrictBytes, StrictInt, StrictStr, TypeAdapter
 
 from dilocox.dht.identity import Identity, peer_id_of, verify
-from dilocox.dht.wire import Malformed, pack, unpack
+from dilocox.dht.wire import Malformed, checked, pack, unpack
 from dilocox.peer.rounds.record import RecordRefused, RoundRecord
 from dilocox.peer.rounds.vote_count import (
     MAX_MEMBERS,
@@ -34,6 +36,17 @@ from dilocox.peer.rounds.vote_count import (
 VOTE_DOMAIN = "dilocox vote 2"  # so that a signature over a vote can be taken for nothing else
 MAX_VOTE_BYTES = 1 << 16
 MAX_CERTIFICATE_BYTES = 1 << 20
+
+T = TypeVar("T")
+_Names = tuple[StrictStr, ...]
+# voter, digest, missed, public key, signature
+_VoteFields = tuple[StrictStr, StrictStr | None, _Names, StrictBytes, StrictBytes]
+# run, stage, round, attempt, group, members
+_BallotFields = tuple[StrictStr, StrictInt, StrictInt, StrictInt, StrictBytes, _Names]
+_VOTE = TypeAdapter(_VoteFields)
+# attempt, group, sha256 of the members, the vote
+_ABORT = TypeAdapter(tuple[StrictInt, StrictBytes, StrictBytes, _VoteFields])
+_CERTIFICATE = TypeAdapter(tuple[_BallotFields, tuple[_VoteFields, ...]])
 
 
 class VoteRefused(ValueError):
@@ -112,7 +125,7 @@ class Ballot:
         Raises:
             VoteRefused: malformed, no member's, of another attempt, or not signed by its voter.
         """
-        signed = _signed_vote(_unpack(data, MAX_VOTE_BYTES))
+        signed = _signed_vote(_read(data, MAX_VOTE_BYTES, _VOTE, "a vote"))
         self.check(signed)
         return signed
 
@@ -235,8 +248,7 @@ def excluded_by(
 
 
 def _read_abort(data: bytes, of_round: list[object]) -> Vote:
-    fields = _typed(_unpack(data, MAX_VOTE_BYTES), (int, bytes, bytes, list), "an abort")
-    attempt, group, members_sha256, voted = fields
+    attempt, group, members_sha256, voted = _read(data, MAX_VOTE_BYTES, _ABORT, "an abort")
     signed = _signed_vote(voted)
     vote = signed.vote
     if vote.digest is not None or vote.voter in vote.missed:
@@ -270,12 +282,9 @@ def check_certificate(record: RoundRecord, digest: str, data: bytes) -> None:
 
 
 def _check_certificate(record: RoundRecord, digest: str, data: bytes) -> None:
-    outer = _typed(_unpack(data, MAX_CERTIFICATE_BYTES), (list, list), "a certificate")
-    run, stage, number, attempt, group, names = _typed(
-        outer[0], (str, int, int, int, bytes, list), "a ballot"
-    )
-    votes = [_signed_vote(fields) for fields in outer[1]]
-    members = _texts(names)
+    told, proof = _read(data, MAX_CERTIFICATE_BYTES, _CERTIFICATE, "a certificate")
+    run, stage, number, attempt, group, members = told
+    votes = [_signed_vote(fields) for fields in proof]
     try:
         ballot = Ballot(
             run=run, stage=stage, round=number, attempt=attempt, group=group, members=members
@@ -306,31 +315,14 @@ def _is_sha256(text: str) -> bool:
     return len(text) == 64 and set(text) <= set("0123456789abcdef")
 
 
-def _signed_vote(fields: object) -> SignedVote:
-    voter, digest, missed, public_key, signature = _typed(
-        fields, (str, (str, type(None)), list, bytes, bytes), "a vote"
-    )
-    vote = Vote(voter=voter, digest=digest, missed=_texts(missed))
+def _signed_vote(fields: _VoteFields) -> SignedVote:
+    voter, digest, missed, public_key, signature = fields
+    vote = Vote(voter=voter, digest=digest, missed=missed)
     return SignedVote(vote=vote, public_key=public_key, signature=signature)
 
 
-def _texts(values: list[Any]) -> tuple[str, ...]:
-    return tuple(_typed(values, (str,) * len(values), "a list of peers"))
-
-
-def _typed(value: object, kinds: tuple[Any, ...], what: str) -> list[Any]:
-    """`value` as a list with items of these types; VoteRefused if it is anything else."""
-    items = cast("list[Any]", value) if isinstance(value, list) else None
-    if items is None or len(items) != len(kinds):
-        raise VoteRefused(f"not {what}")
-    for item, kind in zip(items, kinds, strict=True):
-        if not isinstance(item, kind) or isinstance(item, bool):
-            raise VoteRefused(f"not {what}: a field of type {type(item).__name__}")
-    return items
-
-
-def _unpack(data: bytes, max_bytes: int) -> object:
+def _read(data: bytes, max_bytes: int, kind: TypeAdapter[T], what: str) -> T:
     try:
-        return unpack(data, max_bytes)
+        return checked(unpack(data, max_bytes), kind)
     except Malformed as error:
-        raise VoteRefused(str(error)) from error
+        raise VoteRefused(f"not {what}: {error}") from error

@@ -18,11 +18,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, pairwise
 from statistics import median_high
-from typing import cast
+from typing import Annotated
+
+from pydantic import Field, StrictBytes, StrictInt, TypeAdapter
 
 from dilocox.compression.stage_codec import Phase, StageCodec
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_sections import DeadlineSpec, RobustRule
+from dilocox.dht.wire import Malformed, checked
 from dilocox.peer.rounds.ballots import excluded_by
 from dilocox.peer.rounds.grid import Grid, Share
 from dilocox.peer.rounds.rank_choice import RoundPlan
@@ -155,6 +158,22 @@ class AttemptResult:
 
 MAX_COUNTED = 1024  # peers that a ticket may name
 MAX_TIME_S = 1e6
+_Time = Annotated[float, Field(strict=True, ge=0, lt=MAX_TIME_S, allow_inf_nan=False)]
+# as `Ticket.pack` has them
+_TICKET = TypeAdapter(
+    tuple[
+        StrictBytes,
+        StrictInt,
+        _Time,
+        _Time,
+        _Time,
+        _Time,
+        StrictBytes,
+        Annotated[tuple[StrictBytes, ...], Field(max_length=MAX_COUNTED)],
+        StrictInt | None,
+        StrictBytes,
+    ]
+)
 
 
 class GroupRefused(Exception):
@@ -222,35 +241,16 @@ class Ticket(SendFacts):
 
         Counted peers that are not among `last` are named by their hash: see `resolved`.
         """
-        match facts:
-            case [
-                bytes(plan),
-                int(tokens),
-                float(exchange_s),
-                float(step_s),
-                float(stall_s),
-                float(codec_s),
-                bytes(bits),
-                [*others],  # pyright: ignore[reportUnknownVariableType]
-                int() | None as expected,
-                bytes(abort),
-            ]:
-                hashes = cast("list[object]", others)
-            case _:
-                raise GroupRefused("a member's ticket is malformed")
-        if len(hashes) > MAX_COUNTED or not all(isinstance(each, bytes) for each in hashes):
-            raise GroupRefused("a member counts what are no peers, or too many")
+        try:
+            told = checked(facts, _TICKET)
+        except Malformed as error:
+            raise GroupRefused(f"a member's ticket is malformed: {error}") from error
+        plan, tokens, *times, bits, hashes, expected, abort = told
+        exchange_s, step_s, stall_s, codec_s = times
         try:
             counted = chosen_in(sorted(set(last)), bits)
         except ValueError as error:
             raise GroupRefused(f"a member has another last record: {error}") from error
-        if type(tokens) is not int:  # True would pass here and be refused in every log
-            raise GroupRefused("a member states tokens that are no number")
-        if not all(0 <= each < MAX_TIME_S for each in (exchange_s, step_s, stall_s, codec_s)):
-            raise GroupRefused(
-                f"a member states an exchange of {exchange_s} s, steps of {step_s} s, {stall_s} s "
-                f"without training, {codec_s} s of computing"
-            )
         return cls(
             plan=plan.hex(),
             tokens=tokens,
@@ -258,7 +258,7 @@ class Ticket(SendFacts):
             step_s=step_s,
             stall_s=stall_s,
             codec_s=codec_s,
-            counted=counted + tuple(_named(each) for each in hashes if isinstance(each, bytes)),
+            counted=counted + tuple(map(_named, hashes)),
             expected=expected,
             abort=abort,
             client_mode=client_mode,

@@ -211,9 +211,9 @@ SMALLER = replace(BALLOT, members=(A, B, C))
         (packed([["run", 0, 3, 0, b"g", [A]]]), "not a certificate"),
         (packed([["run", 0, 3, 0, b"g", [B, A]], []]), "sorted"),
         (packed([["run", 0, 3, 0, b"g", []], []]), "sorted"),
-        (packed([["run", True, 3, 0, b"g", [A]], []]), "not a ballot"),
-        (packed([["run", 0, 3, 0, b"g", [A]], [["a"]]]), "not a vote"),
-        (packed([["run", 0, 3, 0, "g", [A]], []]), "not a ballot"),
+        (packed([["run", True, 3, 0, b"g", [A]], []]), "not a certificate: 0"),
+        (packed([["run", 0, 3, 0, b"g", [A]], [["a"]]]), "not a certificate: 1.0"),
+        (packed([["run", 0, 3, 0, "g", [A]], []]), "not a certificate: 0"),
         (b"no votes", "round 3"),
     ],
 )

@@ -28,7 +28,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.report import Column, Report, parser
 from dilocox.compression.group_quantization import GroupCodec
 from dilocox.dht.rpc import Client, chunk_of, handler_name, reply
-from dilocox.dht.upload_limit import UploadLimit
 from dilocox.peer.rounds.robust import LEAST_GATED, likeness
 from dilocox.peer.rounds.shares import Reduction, combine, decode, encode
 
@@ -78,7 +77,7 @@ async def moving_s(payload: bytes) -> list[float]:
 
     name = handler_name(SPACE, "rpc_put")
     await receiver.add_protobuf_handler(name, take, runtime_pb2.ExpertRequest, stream_input=True)
-    client = Client(p2p=sender, namespace=SPACE, limit=UploadLimit(None), record_bytes=len(payload))
+    client = Client(p2p=sender, namespace=SPACE, record_bytes=len(payload))
     facts: dict[str, Any] = {"kind": "part", "part": 0}
     taken: list[float] = []
     for _ in range(REPEATS):

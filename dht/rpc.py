@@ -162,17 +162,18 @@ class Client:
         *,
         p2p: P2P,
         namespace: str,
-        limit: UploadLimit,
         record_bytes: int,
+        limit: UploadLimit | None = None,
         sent: Counts | None = None,
         received: Counts | None = None,
     ):
-        """record_bytes: the most that a record of this stage, or a mean in it, may have.
+        """record_bytes: the most that a record of this stage, or a mean in it, may have. limit: of
+        what is pushed; who only asks has none.
         `sent`, `received`: where payload bytes are counted, by kind.
         """
         self._p2p = p2p
         self._namespace = namespace
-        self._limit = limit
+        self._limit = limit or UploadLimit(None)
         self.record_bytes = record_bytes
         self._sent = sent or Counts(BYTE_KINDS)
         self._received = received or Counts(BYTE_KINDS)

@@ -39,7 +39,6 @@ from dilocox.dht.reachability import Probe
 from dilocox.dht.records import ClaimRecord, averaging_prefix, claim_key
 from dilocox.dht.rpc import Client, LoopThread, byte_kind, handler_name
 from dilocox.dht.swarm import Swarm
-from dilocox.dht.upload_limit import UploadLimit
 from dilocox.peer.chain.archive import StageArchive
 from dilocox.peer.chain.history_keeper import HistoryKeeper
 from dilocox.peer.chain.record_check import RecordCheck
@@ -273,7 +272,6 @@ class Keeper:
                 client=Client(
                     p2p=self._thread.p2p,
                     namespace=namespace,
-                    limit=UploadLimit(None),
                     record_bytes=check.record_bytes,
                 ),
                 compute=self._compute,

@@ -31,7 +31,6 @@ from dilocox.dht.join import Joined
 from dilocox.dht.records import ClaimRecord, averaging_prefix, claim_key
 from dilocox.dht.rpc import REFUSED, Client
 from dilocox.dht.swarm_view import nobody_holds, that_count
-from dilocox.dht.upload_limit import UploadLimit
 from dilocox.peer.chain.chain_client import ChainClient, Limits, StateOffer
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.replay import state_after
@@ -105,7 +104,6 @@ async def claimed_chain(
     client = Client(
         p2p=await place.dht.replicate_p2p(),
         namespace=averaging_prefix(place.run, stage),
-        limit=UploadLimit(None),
         record_bytes=check.record_bytes,
     )
     counting = counted_claims(place, stage)

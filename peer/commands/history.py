@@ -34,7 +34,6 @@ from dilocox.dht.manifest import Manifest
 from dilocox.dht.names import shown_peer
 from dilocox.dht.records import StageRecord, averaging_prefix, stage_key
 from dilocox.dht.rpc import Client
-from dilocox.dht.upload_limit import UploadLimit
 from dilocox.peer.chain import summary as of_chains
 from dilocox.peer.chain.replay import Replayed, replay
 from dilocox.peer.chain.round_history import (
@@ -272,7 +271,6 @@ async def _told_history(place: Joined, invite: Invite, deadline: float) -> Told:
     client = Client(
         p2p=await place.dht.replicate_p2p(),
         namespace=averaging_prefix(place.run, 0),
-        limit=UploadLimit(None),
         record_bytes=0,
     )
     peers = sorted(invite.peer_ids, key=lambda peer: peer != place.witness)

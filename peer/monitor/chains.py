@@ -22,7 +22,6 @@ from dilocox.dht.manifest import Manifest
 from dilocox.dht.node import RunDHT
 from dilocox.dht.records import ClaimRecord, averaging_prefix
 from dilocox.dht.rpc import REFUSED, Client, LoopThread
-from dilocox.dht.upload_limit import UploadLimit
 from dilocox.peer.chain.header_client import HeaderClient
 from dilocox.peer.chain.round_history import Told, ask_history
 from dilocox.peer.chain.stated import came_now
@@ -283,7 +282,6 @@ class ChainReader(LoopThread):
         return Client(
             p2p=self.p2p,
             namespace=averaging_prefix(self._run_id, stage),
-            limit=UploadLimit(None),
             record_bytes=MOST_BYTES,
         )
 

@@ -24,7 +24,6 @@ from dilocox.dht.join import Joined
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.records import averaging_prefix
 from dilocox.dht.rpc import REFUSED, Client, LoopThread
-from dilocox.dht.upload_limit import UploadLimit
 from dilocox.dht.wire import Malformed, pack, unpack
 from dilocox.peer.chain.store import TOKENIZER_NAME, archive_folder
 from dilocox.peer.training.data import PretrainedTokenizer, check_tokenizer, open_tokenizer
@@ -120,7 +119,6 @@ def _fetched(place: Joined, bootstraps: Sequence[str], give_up: float) -> dict[s
         client = Client(
             p2p=thread.p2p,
             namespace=averaging_prefix(place.run, 0),
-            limit=UploadLimit(None),
             record_bytes=0,
         )
         while True:

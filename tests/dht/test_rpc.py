@@ -126,7 +126,6 @@ def test_what_p2pd_says_of_a_peer_is_said_in_words(error: Exception, words: str)
     transport = Client(
         p2p=cast("P2P", Daemon(error)),
         namespace="",
-        limit=UploadLimit(None),
         record_bytes=1,
     )
     peer = peer_id_of(bytes(32))
@@ -155,7 +154,6 @@ def test_a_download_that_comes_too_slowly_is_given_up_where_that_was_asked_for(
     transport = Client(
         p2p=cast("P2P", SimpleNamespace(iterate_protobuf_handler=opened)),
         namespace="",
-        limit=UploadLimit(None),
         record_bytes=1,
     )
 

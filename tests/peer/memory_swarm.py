@@ -13,7 +13,6 @@ from dilocox.dht.join import Joined
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.records import ClaimRecord, claim_key
 from dilocox.dht.rpc import Client, unpack
-from dilocox.dht.upload_limit import UploadLimit
 from dilocox.peer.chain.archive_keeper import ArchiveService
 from dilocox.peer.chain.uploads import Source
 from tests.peer.kept_chains import RUN
@@ -40,9 +39,7 @@ class MemorySwarm:
 
     def client(self, record_bytes: int = 1 << 31) -> Client:
         """What a peer calls the others with."""
-        return Client(
-            p2p=cast("Any", self), namespace="", limit=UploadLimit(None), record_bytes=record_bytes
-        )
+        return Client(p2p=cast("Any", self), namespace="", record_bytes=record_bytes)
 
     async def iterate_protobuf_handler(
         self, peer: Any, _name: str, request: Any, _answer: Any

@@ -28,7 +28,6 @@ from dilocox.dht.rpc import (
     reply,
     unpack,
 )
-from dilocox.dht.upload_limit import UploadLimit
 from dilocox.peer.averaging.averager import StageBuffers
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.averaging.service import NoSuchGroup, PeerService, refusal
@@ -375,7 +374,6 @@ def test_downloads_are_counted_by_kind_on_both_sides(
     transport = Client(
         p2p=cast(Any, Daemon()),
         namespace="",
-        limit=UploadLimit(None),
         record_bytes=1 << 20,
         received=received,
     )

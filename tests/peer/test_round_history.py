@@ -19,7 +19,6 @@ from dilocox.dht.identity import Identity
 from dilocox.dht.manifest_revisions import back_to
 from dilocox.dht.records import StageRecord, averaging_prefix
 from dilocox.dht.rpc import Blob, CallRefused, Client
-from dilocox.dht.upload_limit import UploadLimit
 from dilocox.peer.chain import archive_keeper, round_history
 from dilocox.peer.chain.archive_keeper import Keeper
 from dilocox.peer.chain.history_keeper import OPEN_ROUNDS, HistoryKeeper
@@ -616,7 +615,6 @@ def test_a_keeper_gives_its_history_to_whoever_asks_over_the_network(
             client = Client(
                 p2p=other,
                 namespace=averaging_prefix(RUN, 0),
-                limit=UploadLimit(None),
                 record_bytes=0,
             )
             deadline = time.monotonic() + 60

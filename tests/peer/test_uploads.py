@@ -286,7 +286,6 @@ def test_the_asker_hears_that_it_may_ask_another(service: PeerService) -> None:
     transport = Client(
         p2p=cast("Any", Daemon()),
         namespace="",
-        limit=UploadLimit(None),
         record_bytes=len(RECORD),
     )
     with pytest.raises(PeerBusy, match="served at once"):

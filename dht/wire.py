@@ -61,13 +61,18 @@ def unpack(data: bytes, max_bytes: int) -> object:
 
 
 def checked(value: object, kind: TypeAdapter[T]) -> T:
-    """What was decoded as a value of this type; raises `Malformed`, which names the first flaw."""
+    """What was decoded as a value of this type; raises `Malformed`."""
     try:
         return kind.validate_python(value)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        where = ".".join(map(str, first["loc"])) or "it"
-        raise Malformed(f"{where}: {first['msg']}: {reprlib.repr(first['input'])}") from None
+        raise Malformed(first_flaw(error)) from None
+
+
+def first_flaw(error: ValidationError) -> str:
+    """What is wrong and where, in one line, however large the value is."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    where = ".".join(map(str, first["loc"])) or "it"
+    return f"{where}: {first['msg']}: {reprlib.repr(first['input'])}"
 
 
 def _no_extensions(code: int, data: bytes) -> Any:

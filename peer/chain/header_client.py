@@ -178,20 +178,17 @@ def read_header(data: bytes, digest: str, run: str, stage: int) -> ChainRound:
         raise CallRefused("half a header")
     try:
         header = parse_header(data)
-        header.counted("")  # what it says of its parts can be compared
         told = ChainRound.of(header, digest, max(size, len(data)))
-        names = [str(each.peer) for each in header.members]
     except NONSENSE as error:
         raise CallRefused(f"no header of a record: {error!r}") from error
-    if type(header.round) is not int or header.round < 0:
-        raise CallRefused("a record's header names no round")
     if (header.run, header.stage) != (run, stage):
-        raise CallRefused(f"it is of run {str(header.run)[:32]}, stage {str(header.stage)[:8]}")
+        raise CallRefused(f"it is of run {header.run[:32]}, stage {header.stage}")
     numbers = [told.round, size, told.chain_tokens, told.next_inner_steps, told.tokens]
     numbers += [told.token_seconds, *dict(told.contributors).values()]
     if not all(0 <= n <= MAX_TOKENS for n in numbers):
         raise CallRefused("a record's numbers make no sense")
-    # a name goes into status.json and onto a page: a lone surrogate is not even text
+    # a name goes into status.json and onto a page
+    names = [each.peer for each in header.members]
     if any(len(name) > MAX_NAME or not name.isprintable() for name in names):
         raise CallRefused("a member's name is none")
     return told

@@ -23,9 +23,10 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
-from typing import Any, Final, cast
+from typing import Annotated, Any, Final
 
 import torch
+from pydantic import Field, TypeAdapter, ValidationError
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -34,6 +35,7 @@ from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import Compression, StageCodec, StageMeans
 from dilocox.compression.workers import ALONE, Workers
 from dilocox.dht.manifest import CodecSpec, Manifest
+from dilocox.dht.wire import first_flaw
 from dilocox.peer.rounds.grid import Share
 from dilocox.peer.rounds.standing import (
     HISTORY,
@@ -286,6 +288,31 @@ class RoundRecord:
                 yield part, torch.frombuffer(bytearray(mean), dtype=torch.uint8)
 
 
+Whole = Annotated[int, Field(ge=0, le=_MAX_NUMBER)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Header:
+    """A record's header, as `RoundRecord.header` makes it."""
+
+    run: str
+    stage: Whole
+    round: Whole
+    previous: str
+    anchor_before: str
+    rules: Whole
+    layout: str
+    ranks: tuple[Whole, ...]
+    members: tuple[Contribution, ...]
+    chain_tokens: Whole
+    parts: tuple[tuple[Whole, Whole, Whole, Whole, str], ...]
+    standings: tuple[tuple[str, Whole, Whole, Whole, Whole, Whole], ...]
+    window: tuple[RoundFacts, ...]
+    next_ranks: tuple[Whole, ...]
+    next_inner_steps: Whole
+
+
+_HEADER = TypeAdapter(_Header)
 _HEADER_FIELDS = tuple(each.name for each in fields(RoundRecord) if each.name != "means")
 
 
@@ -326,33 +353,28 @@ def parse_header(data: bytes) -> RoundRecord:
     if header_bytes > MAX_HEADER_BYTES or header_bytes + 8 > len(data):
         raise RecordRefused(f"its header claims {header_bytes} bytes of {len(data)}")
     outer = json.loads(data[8 : 8 + header_bytes])
-    header = cast("dict[str, Any]", json.loads(outer["__metadata__"]["record"]))
-    members = tuple(Contribution(**member) for member in header.pop("members"))
-    if len(members) > MAX_MEMBERS:
-        raise RecordRefused(f"it has {len(members)} members; a group has at most {MAX_MEMBERS}")
-    names = [member.peer for member in members]
-    parts = tuple(_part(names, *facts) for facts in header.pop("parts"))
-    names = [each.name for each in fields(Standing)]
-    standings = tuple(
-        Standing(**dict(zip(names, each, strict=True))) for each in header.pop("standings")
+    try:
+        told = _HEADER.validate_json(outer["__metadata__"]["record"], strict=True)
+    except ValidationError as error:
+        raise RecordRefused(f"its header: {first_flaw(error)}") from None
+    if len(told.members) > MAX_MEMBERS:
+        raise RecordRefused(
+            f"it has {len(told.members)} members; a group has at most {MAX_MEMBERS}"
+        )
+    names = [member.peer for member in told.members]
+    facts = {name: getattr(told, name) for name in _HEADER_FIELDS}
+    facts["parts"] = tuple(_part(names, *each) for each in told.parts)
+    facts["standings"] = tuple(
+        Standing(peer=peer, round=last, credited=c, unheard=u, times=t, left_out=out)
+        for peer, last, c, u, t, out in told.standings
     )
-    window = tuple(_facts(facts) for facts in header.pop("window"))
-    ranks, next_ranks = (tuple(header.pop(name)) for name in ("ranks", "next_ranks"))
-    return RoundRecord(
-        members=members,
-        parts=parts,
-        standings=standings,
-        window=window,
-        ranks=ranks,
-        next_ranks=next_ranks,
-        **header,
-    )
+    return RoundRecord(**facts)
 
 
 def _part(
     names: list[str], phase: int, reducer: int, start: int, stop: int, bits: str
 ) -> ReducedShare:
-    if type(reducer) is not int or not 0 <= reducer < len(names):
+    if reducer >= len(names):
         raise RecordRefused(f"a part is averaged by member {reducer} of {len(names)}")
     try:
         contributors = chosen_in(names, bytes.fromhex(bits))
@@ -363,13 +385,7 @@ def _part(
     )
 
 
-def _facts(facts: dict[str, Any]) -> RoundFacts:
-    ranks, needed = tuple(facts.pop("ranks")), tuple(facts.pop("needed"))
-    return RoundFacts(ranks=ranks, needed=needed, **facts)
-
-
 def _check(record: RoundRecord, codec: StageCodec) -> None:
-    _check_types(record)
     try:
         for ranks in (record.ranks, record.next_ranks, *(facts.ranks for facts in record.window)):
             codec.check(ranks)
@@ -380,7 +396,8 @@ def _check(record: RoundRecord, codec: StageCodec) -> None:
     if not 1 <= len(record.window) <= WINDOW:
         raise RecordRefused(f"its window is of {len(record.window)} rounds")
     for facts in record.window:
-        if len(facts.needed) != len(facts.ranks) or not _timed(facts):
+        needed = len(facts.needed) == len(facts.ranks) and min(facts.needed, default=0) >= 0
+        if not needed or not _timed(facts):
             raise RecordRefused("its window says what no round can say")
     names = [member.peer for member in record.members]
     if not names or names != sorted(set(names)):
@@ -427,28 +444,6 @@ def _check_parts(record: RoundRecord, codec: StageCodec) -> None:
         positions[part.phase] = part.stop
     if positions != [phase.numel for phase in phases]:
         raise RecordRefused(f"its parts end at {positions}")
-
-
-def _check_types(record: RoundRecord) -> None:
-    """What JSON gave must be of the declared types exactly: true is no number, 1.0 is not 1."""
-    texts: list[object] = [record.run, record.previous, record.anchor_before, record.layout]
-    texts += [each.peer for each in (*record.members, *record.standings)]
-    if any(type(text) is not str for text in texts):
-        raise RecordRefused("a text in its header is none")
-    numbers: list[object] = [record.stage, record.round, record.rules, record.chain_tokens]
-    numbers += [record.next_inner_steps, *record.ranks, *record.next_ranks]
-    numbers += [number for facts in record.window for number in (*facts.ranks, *facts.needed)]
-    numbers += [member.tokens for member in record.members]
-    for each in record.standings:
-        numbers += [each.round, each.credited, each.unheard, each.times, each.left_out]
-    for part in record.parts:
-        numbers += [part.phase, part.start, part.stop]
-    if any(type(number) is not int or number < 0 for number in numbers):
-        raise RecordRefused("a number in its header is not a whole number of at least zero")
-    timed = (*record.members, *record.window)
-    times: list[object] = [time for each in timed for time in each.times.values()]
-    if any(type(time) is not float for time in times):
-        raise RecordRefused("a time in its header is no number")
 
 
 def compression(spec: CodecSpec) -> Compression:

@@ -152,7 +152,7 @@ def test_a_sound_header_is_read() -> None:
 def test_a_header_says_who_sits_out_of_the_next_round() -> None:
     def change(header: dict[str, Any]) -> None:
         left_out = Standing(peer="anna", round=header["round"], times=2, left_out=header["round"])
-        gone = replace(left_out, peer="aaa", left_out=header["round"] - 3)
+        gone = replace(left_out, peer="aaa", times=1)
         header["standings"] = [list(astuple(gone)), list(astuple(left_out))]
 
     assert read_header(damaged(change), "a" * 64, RUN, 0).sits_out == ("anna",)

@@ -61,7 +61,8 @@ def manifest_of(codec: dict[str, Any], inner_steps: int) -> Manifest:
         codec=codec,
         batch=batch,
         inner={"learning_rate": 1e-3, "warmup_tokens": warm_up},
-        rounds=fixed_steps(inner_steps),
+        # `exchange_all` computes plain means
+        rounds=fixed_steps(inner_steps) | {"robust": "none"},
     )
     return Manifest.from_dict(description)
 

@@ -279,8 +279,12 @@ class Coordinator(threading.Thread):
 
     @property
     def undecided(self) -> bool:
-        """Whether a send of this peer is in no record yet, and not void."""
-        return self._pending_send is not None or self.driver.undecided
+        """Whether a send of this peer is in no record yet, and not void. A round does not end
+        before; where records wait for that end, theirs being here is enough."""
+        sent, outer = self.driver.sent_round, self._local.manifest.outer
+        here = sent is not None and sent <= self.chain.head.round
+        waits = outer.apply == "round_end" and outer.merge != "none" and here
+        return self._pending_send is not None or (self.driver.undecided and not waits)
 
     @property
     def archived(self) -> bool:

@@ -19,6 +19,7 @@ from tests.swarm.conftest import StartSwarm
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 
 ROUNDS = 5
+INNER_STEPS, STEP_S = 60, 0.1  # rounds of six seconds
 
 
 def test_three_peers_have_the_same_digest_and_anchor_after_every_round(
@@ -58,6 +59,27 @@ def test_one_peer_without_overlap_in_fp32_is_plain_adamw_and_nesterov(
     assert not peer.of_kind("void")
     expected = plain_diloco(swarm.manifest, [line["inner_steps"] for line in lines])
     assert [line["anchor_sha256"] for line in lines] == expected
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("merge", ["reset", "rebase"])
+def test_records_that_wait_for_the_end_of_a_round_hold_no_round_up(
+    start_swarm: StartSwarm, merge: str
+) -> None:
+    """With `reset` this is DiLoCoX as published. A round that waited until its last send was
+    applied, which waited for the round, never ended.
+    """
+    swarm = start_swarm(
+        outer={"merge": merge, "apply": "round_end"}, rounds={"inner_steps": INNER_STEPS}
+    )
+    peers = [swarm.add_peer(step_s=STEP_S) for _ in range(2)]
+    swarm.wait_for_rounds(3, 120)
+    for peer in peers:
+        first, second, third = peer.rounds[:3]
+        assert third["round"] <= 4 and third["val_loss"] < first["val_loss"]
+        assert second["inner_steps"] < 3 * INNER_STEPS
+    assert all(line["members"] == 2 for peer in peers for line in peer.rounds[1:])
+    swarm.assert_equal_chains()
 
 
 def plain_diloco(manifest: Manifest, inner_steps: list[int]) -> list[str]:

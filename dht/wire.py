@@ -14,16 +14,18 @@ are sealed the same way, with the hash in the place of the key.
 
 import reprlib
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs]
-from pydantic import TypeAdapter, ValidationError
+from pydantic import FailFast, TypeAdapter, ValidationError
 
 from dilocox.dht.identity import Identity, peer_id_bytes_of, peer_id_of, verify
 
 MAX_ITEMS = 1024
 
 T = TypeVar("T")
+# as many as a stranger likes: their errors would take a thousand times the memory
+Many = Annotated[tuple[T, ...], FailFast()]
 
 
 class Malformed(ValueError):

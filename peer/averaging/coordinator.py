@@ -280,10 +280,9 @@ class Coordinator(threading.Thread):
     @property
     def undecided(self) -> bool:
         """Whether a send of this peer is in no record yet, and not void. A round does not end
-        before; where records wait for that end, theirs being here is enough."""
-        sent, outer = self.driver.sent_round, self._local.manifest.outer
-        here = sent is not None and sent <= self.chain.head.round
-        waits = outer.apply == "round_end" and outer.merge != "none" and here
+        before, but where what decides it is here, and waits for that end."""
+        outer = self._local.manifest.outer
+        waits = outer.apply == "round_end" and outer.merge != "none" and self.chain.delivering
         return self._pending_send is not None or (self.driver.undecided and not waits)
 
     @property
@@ -292,6 +291,15 @@ class Coordinator(threading.Thread):
         if not (self._bootstrap_answered and self._dht.bootstraps):
             return True
         return self.view.held_by(self._dht.bootstraps, self.chain.head.round)
+
+    @property
+    def holds_alone(self) -> bool:
+        """Whether this peer is the last one of its stage, and nobody else has its newest record."""
+        others = {peer for peer, each in self.view.stage.items() if each.state != "left"}
+        alone = self.joined.is_set() and len(self.view.counted()) == 1
+        number = self.chain.head.round
+        held = self.archived or self.view.held_by(others - {self._local.me}, number)
+        return alone and not held
 
     @property
     def round(self) -> int:

@@ -131,7 +131,8 @@ class Curve:
 
     def hear(self, number: int, said: Spread) -> None:
         """What heads state of a round; as some leave, those that stay do not speak for all."""
-        if said.heads >= self.heads.get(number, 0):
+        told = number not in self.heads and self._at(number).train is not None  # of all of them
+        if not told and said.heads >= self.heads.get(number, 0):
             self.heads[number] = said.heads
             forget(self.heads, MAX_HEARD)
             self.see(Point(number, train=said.middle, train_low=said.low, train_high=said.high))

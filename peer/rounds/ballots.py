@@ -21,7 +21,7 @@ from typing import TypeVar
 from pydantic import StrictBytes, StrictInt, StrictStr, TypeAdapter
 
 from dilocox.dht.identity import Identity, peer_id_of, verify
-from dilocox.dht.wire import Malformed, checked, pack, unpack
+from dilocox.dht.wire import Malformed, Many, checked, pack, unpack
 from dilocox.peer.rounds.record import RecordRefused, RoundRecord
 from dilocox.peer.rounds.vote_count import (
     MAX_MEMBERS,
@@ -38,7 +38,7 @@ MAX_VOTE_BYTES = 1 << 16
 MAX_CERTIFICATE_BYTES = 1 << 20
 
 T = TypeVar("T")
-_Names = tuple[StrictStr, ...]
+_Names = Many[StrictStr]
 # voter, digest, missed, public key, signature
 _VoteFields = tuple[StrictStr, StrictStr | None, _Names, StrictBytes, StrictBytes]
 # run, stage, round, attempt, group, members
@@ -46,7 +46,7 @@ _BallotFields = tuple[StrictStr, StrictInt, StrictInt, StrictInt, StrictBytes, _
 _VOTE = TypeAdapter(_VoteFields)
 # attempt, group, sha256 of the members, the vote
 _ABORT = TypeAdapter(tuple[StrictInt, StrictBytes, StrictBytes, _VoteFields])
-_CERTIFICATE = TypeAdapter(tuple[_BallotFields, tuple[_VoteFields, ...]])
+_CERTIFICATE = TypeAdapter(tuple[_BallotFields, Many[_VoteFields]])
 
 
 class VoteRefused(ValueError):

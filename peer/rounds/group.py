@@ -25,7 +25,7 @@ from pydantic import Field, StrictBytes, StrictInt, TypeAdapter
 from dilocox.compression.stage_codec import Phase, StageCodec
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_sections import DeadlineSpec, RobustRule
-from dilocox.dht.wire import Malformed, checked
+from dilocox.dht.wire import Malformed, Many, checked
 from dilocox.peer.rounds.ballots import excluded_by
 from dilocox.peer.rounds.grid import Grid, Share
 from dilocox.peer.rounds.rank_choice import RoundPlan
@@ -169,7 +169,7 @@ _TICKET = TypeAdapter(
         _Time,
         _Time,
         StrictBytes,
-        Annotated[tuple[StrictBytes, ...], Field(max_length=MAX_COUNTED)],
+        Annotated[Many[StrictBytes], Field(max_length=MAX_COUNTED)],
         StrictInt | None,
         StrictBytes,
     ]

@@ -35,7 +35,7 @@ from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import Compression, StageCodec, StageMeans
 from dilocox.compression.workers import ALONE, Workers
 from dilocox.dht.manifest import CodecSpec, Manifest
-from dilocox.dht.wire import first_flaw
+from dilocox.dht.wire import Many, first_flaw
 from dilocox.peer.rounds.grid import Share
 from dilocox.peer.rounds.standing import (
     HISTORY,
@@ -75,8 +75,8 @@ class RoundFacts(Times):
     needed: columns that hold the energy asked for, measured at these ranks; as many as `ranks`.
     """
 
-    ranks: tuple[int, ...]
-    needed: tuple[int, ...]
+    ranks: Many[int]
+    needed: Many[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,13 +302,13 @@ class _Header:
     anchor_before: str
     rules: Whole
     layout: str
-    ranks: tuple[Whole, ...]
-    members: tuple[Contribution, ...]
+    ranks: Many[Whole]
+    members: Many[Contribution]
     chain_tokens: Whole
-    parts: tuple[tuple[Whole, Whole, Whole, Whole, str], ...]
-    standings: tuple[tuple[str, Whole, Whole, Whole, Whole, Whole], ...]
-    window: tuple[RoundFacts, ...]
-    next_ranks: tuple[Whole, ...]
+    parts: Many[tuple[Whole, Whole, Whole, Whole, str]]
+    standings: Many[tuple[str, Whole, Whole, Whole, Whole, Whole]]
+    window: Many[RoundFacts]
+    next_ranks: Many[Whole]
     next_inner_steps: Whole
 
 

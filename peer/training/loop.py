@@ -24,7 +24,7 @@ from typing import Any
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.averaging.averager import AveragerStuck, StageBuffers
-from dilocox.peer.averaging.coordinator import Coordinator
+from dilocox.peer.averaging.coordinator import ChildDied, Coordinator
 from dilocox.peer.averaging.events import Committed, Event, Failed, Resynced, Voided
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.chain.store import RECORDS_NEEDED
@@ -40,6 +40,7 @@ from dilocox.pipeline.stage import StageModule
 logger = logging.getLogger(__name__)
 
 LEAVE_LIMIT_S = 6.0  # how long a leaving peer waits for the exchange in flight
+HAND_ON_LIMIT_S = 15.0  # and for somebody to take its last record
 SAVE_SOON_AT, SAVE_AT = 0.5, 0.75  # of what the log keeps, applied since the last snapshot
 BUFFERS_LIMIT_S = 300.0  # how long an outer step, or a state from the disk, may take
 CATCH_UP_LIMIT_S = 60.0  # how long a round's end waits for records that are being applied
@@ -223,8 +224,8 @@ class Learner:
         """Finish or abandon the exchange in flight, and keep everything on disk.
 
         At the end of the run it is finished, and the bootstraps are given the time to keep the last
-        record: no later round would hold it. The last peer of a stage gives them a moment, too, or
-        the stage would stand still without it.
+        record: no later round would hold it. The last peer of a stage gives them a moment, too, if
+        nobody else has it, or the stage would stand still without it.
         """
         self._meter.state = "leaving"
         self._coordinator.leave()
@@ -242,8 +243,10 @@ class Learner:
         deadlines, stop = self._manifest.deadlines, self._stop
         if ended:
             self._wait_for_archive(max(deadlines.record_lifetime_s, deadlines.exchange_s), stop)
-        elif stop.is_set() and len(self._coordinator.view.counted()) == 1:
-            self._wait_for_archive(2 * deadlines.heartbeat_s, threading.Event())
+        elif stop.is_set() and self._coordinator.holds_alone:
+            logger.info("handing the last record to the operator's archive")
+            limit_s = min(2 * deadlines.heartbeat_s, HAND_ON_LIMIT_S)
+            self._wait_for_archive(limit_s, threading.Event())
 
     def _end_round(self, round_number: int, scheduled_at: float) -> None:
         """The send of this round; then, under `merge: none`, its record."""
@@ -339,7 +342,10 @@ class Learner:
         while not self._coordinator.archived and time.monotonic() < end:
             if stop.is_set() or not self._coordinator.is_alive():
                 return
-            self.take_events(wait_s=POLL_S)
+            try:
+                self.take_events(wait_s=POLL_S)
+            except ChildDied:
+                return  # all that is to be kept is on disk
 
     def _catch_up(self) -> None:
         end = time.monotonic() + CATCH_UP_LIMIT_S

@@ -104,6 +104,7 @@ class FakeCoordinator:
         self.round = 0
         self.inner_steps = 10
         self.archived = True
+        self.holds_alone = False
         self.on_submit: Callable[[], None] = lambda: None
 
     def is_alive(self) -> bool:

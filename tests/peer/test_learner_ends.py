@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from dilocox.dht.errors import UnreadableManifest
-from dilocox.peer.averaging.events import Voided
+from dilocox.peer.averaging.coordinator import ChildDied
+from dilocox.peer.averaging.events import Failed, Voided
 from dilocox.peer.training import loop as loop_module
-from tests.peer.fabricated import stage_record
 from tests.peer.loops import Loop, manifest
 from tests.peer.test_learner import STEP_TOKENS, end_round, own_record
 
@@ -30,7 +29,7 @@ def test_a_leaver_waits_for_the_exchange_in_flight_and_keeps_all_on_disk(loop: L
 
     loop.fake.events.to_come.extend([lambda: None, lambda: own_record(loop)])
     loop.learner.leave(ended=False)
-    assert loop.fake.told[-2:] == [("leave",), ("announce",)]
+    assert loop.fake.told[-1] == ("leave",)
     assert loop.meter.state == "leaving"
     again = Loop(loop.folder)
     assert again.snapshots.found is not None
@@ -63,20 +62,29 @@ def test_at_the_end_of_the_run_a_bootstrap_gets_the_time_to_keep_the_last_record
     assert loop.fake.told == [("leave",), ("announce",)] and loop.fake.archived
 
 
-@pytest.mark.parametrize("others", [0, 1])
+@pytest.mark.parametrize("alone", [True, False])
 def test_the_last_peer_of_a_stage_gives_a_bootstrap_a_moment_to_keep_its_last_record(
-    tmp_path: Path, others: int
+    tmp_path: Path, alone: bool
 ) -> None:
     def kept() -> None:
         loop.fake.archived = True
 
     loop = Loop(tmp_path)
-    there = {f"peer{n}": stage_record(state="training") for n in range(others)}
-    loop.fake.archived, loop.fake.view = False, replace(loop.fake.view, stage=there)
+    loop.fake.archived, loop.fake.holds_alone = False, alone
     loop.fake.events.to_come.extend([lambda: None, kept])
     loop.stop.set()
     loop.learner.leave(ended=False)
-    assert loop.fake.archived is (others == 0), "others hold it, too"
+    assert loop.fake.archived is alone, "others hold it, too"
+
+
+def test_a_child_that_dies_meanwhile_makes_no_fault_of_it(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.fake.archived, loop.fake.holds_alone = False, True
+    failed = Failed(error=ChildDied("the DHT process or p2pd has died"))
+    loop.fake.events.to_come.append(lambda: loop.fake.events.put(failed))
+    loop.stop.set()
+    loop.learner.leave(ended=False)
+    assert Loop(loop.folder).snapshots.found is not None
 
 
 @pytest.mark.parametrize("case", ["none keeps it", "told to leave", "no end of the run"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import tracemalloc
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -295,6 +296,21 @@ def test_other_bytes_that_mean_the_same_are_refused() -> None:
     del header["run"]
     less = json.dumps(header, sort_keys=True, separators=(",", ":"))
     assert "its header: run" in refused(save(tensors, metadata={"record": less}))
+
+
+@pytest.mark.parametrize("field", ["parts", "standings", "members", "ranks"])
+def test_a_header_full_of_nonsense_takes_little_memory(field: str) -> None:
+    """With an error for each item, 100,000 took half a gigabyte."""
+    header, tensors = header_and_tensors()
+    header[field] = [[]] * 100_000
+    text = json.dumps(header, sort_keys=True, separators=(",", ":"))
+    data = save(tensors, metadata={"record": text})
+    tracemalloc.start()
+    try:
+        assert f"its header: {field}.0" in refused(data)
+        assert tracemalloc.get_traced_memory()[1] < 64e6
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_header_that_claims_more_than_there_is_is_refused_before_it_is_read() -> None:

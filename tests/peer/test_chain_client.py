@@ -150,7 +150,7 @@ def test_rounds_that_fall_below_the_first_one_are_refused(
 ) -> None:
     maker.train(0, 1, change=lambda record: replace(record, round=record.round - 1))
     joiner = Joiner(maker, tmp_path / "log")
-    with pytest.raises(CallRefused, match="names no round"):
+    with pytest.raises(CallRefused, match="greater than or equal to 0"):
         joiner.go()
     assert joiner.records == []
 

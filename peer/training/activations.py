@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -45,7 +45,8 @@ def activation_bytes(
     precision: Precision = "fp32",
     logits_at_once: int | None = None,
 ) -> ActivationBytes | None:
-    """Of a stage of the run; None where it has experts, whose tokens depend on values.
+    """Of a stage of the run; None where it depends on values: with experts, and where a version of
+    transformers looks at one on its way (5.17 does in OPT).
 
     recompute: see `StagePasses`; the manifest may ask for it, too. precision, logits_at_once: of
     the device; by default a CPU's.
@@ -63,7 +64,10 @@ def activation_bytes(
             document_end=manifest.document_end,
             logits_at_once=logits_at_once,
         )
-        return _one_microbatch(manifest, module, passes, living)
+        try:
+            return _one_microbatch(manifest, module, passes, living)
+        except DataDependentOutputException:
+            return None
 
 
 def _one_microbatch(

@@ -68,5 +68,5 @@ def test_live_weights_on_a_gpu_end_as_on_the_cpu() -> None:
         facts = RecordFacts(round=0, digest="d0", previous="", contributor=False)
         merge.commit(facts, torch.full((1000,), 3.0), torch.zeros(1000))
         merge.void(1)
-        ends.append(torch.cat([merge.state()[0]["live"], merge.progress.unsent()]))
+        ends.append(torch.cat([merge.state()[0]["live"].cpu(), merge.progress.unsent()]))
     assert torch.equal(ends[0], ends[1])

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.process.prepare import StageNeeds, memory_of_stages
 from dilocox.peer.training.activations import ActivationBytes, activation_bytes
 from dilocox.peer.training.inner_optimizer import InnerOptimizer
 from dilocox.pipeline.partition import hidden_size
-from dilocox.pipeline.stage import build_stage
+from dilocox.pipeline.stage import StageModule, build_stage
 from dilocox.pipeline.stage_worker import StagePasses
 from tests.pipeline.chains import Config
 from tests.pipeline.conftest import FAMILIES, MIXTURES
@@ -69,6 +71,21 @@ def test_every_family_without_experts_is_reckoned(family_config: Config) -> None
     else:
         kept = really_kept(manifest, 0, recompute=False)
         assert reckoned(manifest, 0).kept == pytest.approx(kept, rel=0.2)
+
+
+def test_a_family_that_looks_at_values_is_reckoned_roughly(
+    llama_config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = StageModule.hidden_states
+
+    def looking(self: StageModule, inputs: Tensor, positions: Tensor | None = None) -> Any:
+        assert inputs.sum() < 1
+        return run(self, inputs, positions)
+
+    monkeypatch.setattr(StageModule, "hidden_states", looking)
+    manifest = manifest_of(llama_config)
+    assert activation_bytes(manifest, 0, recompute=False) is None
+    assert StageNeeds(manifest, 0).memory.activations > 0
 
 
 def test_batch_logits_and_recomputing_count(llama_config: Config) -> None:

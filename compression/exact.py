@@ -1,5 +1,5 @@
-"""Arithmetic equal to the last bit on every machine; apart from low_rank.py, for its own
-rules (How).
+"""Arithmetic equal to the last bit on every machine. Apart from low_rank.py, because in here only a
+few operations are allowed (How).
 
 Why: the factors of an averaged update enter the anchor, and anchors are compared by hash. A sum
 whose order depends on threads or vector width would split the swarm.

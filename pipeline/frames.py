@@ -21,8 +21,8 @@ windows; activation_codec.py says how. Its bytes follow from kind, codec and sha
 so: the names of the codecs and the bytes of what they make stand here, because a frame's length is
 checked before its payload is read.
 
-Of the small facts that a frame carries `checked_facts` lets plain values and flat lists of them
-pass. What a kind of frame needs of them is a subclass of `Facts`, each with its type and bounds. So
+The small facts that a frame carries are plain values and flat lists of them, which become tuples.
+What a kind of frame needs of them is a subclass of `Facts`, each with its type and bounds. So
 whatever a peer wrote, a fact that is missing or odd becomes a `FrameRefused`, never a KeyError or a
 NaN in the middle of a step.
 """
@@ -35,10 +35,18 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Final, TypeVar, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBytes,
+    TypeAdapter,
+    ValidationError,
+)
 
 from dilocox.compression.group_quantization import GROUP_SIZE, GroupCodec
-from dilocox.dht.wire import Malformed, pack, unpack
+from dilocox.dht.wire import Malformed, Many, pack, unpack
 
 CODECS: Final = ("fp32", "bf16", "int8", "int4")  # most faithful first
 NOT_FINITE: Final = "none"  # in a codec's place: the tensor was not finite and is not sent
@@ -103,46 +111,6 @@ class FrameRefused(ValueError):
         return f"frame refused ({self.kind})" + (f": {self.message}" if self.message else "")
 
 
-def integer(facts: Mapping[str, object], name: str, low: int, high: int) -> int:
-    """The fact `name`: an integer from `low` to `high`. Raises FrameRefused (header)."""
-    value = facts.get(name)
-    if type(value) is not int or not low <= value <= high:
-        raise _odd(name, value, f"no integer from {low} to {high}")
-    return value
-
-
-def text(facts: Mapping[str, object], name: str, max_length: int = MAX_TEXT) -> str:
-    """The fact `name`: a text, perhaps empty. Raises FrameRefused (header)."""
-    value = facts.get(name)
-    if not isinstance(value, str) or len(value) > max_length:
-        raise _odd(name, value, f"no text of at most {max_length} characters")
-    return value
-
-
-def checked_facts(value: object) -> dict[str, object]:
-    """`value` as a map of short names to plain values or flat lists of them, which become tuples.
-
-    Raises FrameRefused (header).
-    """
-    if not isinstance(value, dict):
-        raise FrameRefused("header", "facts are no map")
-    given = cast("dict[object, object]", value)
-    if len(given) > MAX_ITEMS:
-        raise FrameRefused("header", f"{len(given)} facts, at most {MAX_ITEMS} are allowed")
-    facts: dict[str, object] = {}
-    for name, fact in given.items():
-        if not isinstance(name, str) or len(name) > MAX_NAME:
-            raise FrameRefused("header", f"a fact is called {show(name)}")
-        if isinstance(fact, list | tuple):
-            items = cast("list[object]", fact)
-            if len(items) > MAX_ITEMS:
-                raise FrameRefused("header", f"{name} has {len(items)} items, not {MAX_ITEMS}")
-            facts[name] = tuple(_plain(name, item) for item in items)
-        else:
-            facts[name] = _plain(name, fact)
-    return facts
-
-
 def show(value: object) -> str:
     """A peer's value for a message: short, and safe for what is nested deeply."""
     if isinstance(value, dict | list | tuple):
@@ -152,20 +120,32 @@ def show(value: object) -> str:
     )
 
 
-def _plain(name: str, value: object) -> object:
+def _refused(error: ValidationError, *kinds: str) -> FrameRefused:
+    """kinds: fields that are a kind of refusal, too; all others are the header's."""
+    odd = error.errors(include_url=False)[0]
+    name = ".".join(map(str, odd["loc"])) or "it"
+    value = None if odd["type"] == "missing" else odd["input"]
+    kind = name.partition(".")[0]
+    message = f"{repr(name)[1:-1][:MAX_NAME]} is {show(value)}: {odd['msg']}"
+    return FrameRefused(kind if kind in kinds else "header", message)
+
+
+def _plain(value: object) -> bool:
     if type(value) is int:
-        plain = -MAX_INTEGER <= value <= MAX_INTEGER
-    elif isinstance(value, str):
-        plain = len(value) <= MAX_TEXT
-    else:
-        plain = value is None or isinstance(value, bool | float)
-    if not plain:
-        raise _odd(name, value, "no plain value")
-    return value
+        return -MAX_INTEGER <= value <= MAX_INTEGER
+    if isinstance(value, str):
+        return len(value) <= MAX_TEXT
+    return value is None or isinstance(value, bool | float)
 
 
-def _odd(name: str, value: object, fault: str) -> FrameRefused:
-    return FrameRefused("header", f"{name} is {show(value)}: {fault}")
+def _fact(value: object) -> object:
+    if isinstance(value, list | tuple):
+        items = cast("list[object]", value)
+        if len(items) <= MAX_ITEMS and all(map(_plain, items)):
+            return tuple(items)
+    elif _plain(value):
+        return value
+    raise ValueError("no plain value, nor a flat list of them")
 
 
 def _one_of_the_codecs(codec: str) -> str:
@@ -191,8 +171,12 @@ def or_nan(low: float = -math.inf, high: float = math.inf) -> AfterValidator:
 
 
 Codec = Annotated[str, AfterValidator(_one_of_the_codecs)]
-Count = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
+Count = Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)]
 Amount = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+
+_Name = Annotated[str, Field(strict=True, max_length=MAX_NAME)]
+_Length = Annotated[int, Field(strict=True, gt=0, le=MAX_INTEGER)]
+_Fact = Annotated[object, AfterValidator(_fact)]
 
 F = TypeVar("F", bound="Facts")
 
@@ -212,10 +196,7 @@ class Facts(BaseModel):
         try:
             read = cls.model_validate(dict(facts))
         except ValidationError as error:
-            odd = error.errors(include_url=False)[0]
-            name = ".".join(map(str, odd["loc"]))
-            value = None if odd["type"] == "missing" else odd["input"]
-            raise _odd(name, value, odd["msg"]) from error
+            raise _refused(error) from None
         if reason := read.contradiction(num_stages):
             raise FrameRefused("header", reason)
         return read
@@ -259,17 +240,21 @@ class Frame:
     payload: coded bytes, for TENSOR_KINDS only.
     """
 
-    kind: str
-    replica: str = ""
-    epoch: int = 0
-    step: int = 0
-    microbatch: int = 0
-    codec: str = ""
-    shape: tuple[int, ...] = ()
-    dtype: str = ""
-    facts: Mapping[str, object] = field(default_factory=dict[str, object])
-    letter: bytes = b""
-    payload: bytes = b""
+    __pydantic_config__ = ConfigDict(extra="forbid")  # for `_checked`; who makes one is not checked
+
+    kind: _Name
+    replica: Annotated[str, Field(strict=True, max_length=MAX_REPLICA)] = ""
+    epoch: Count = 0
+    step: Count = 0
+    microbatch: Count = 0
+    codec: _Name = ""
+    shape: Many[_Length] = ()
+    dtype: _Name = ""
+    facts: Annotated[Mapping[_Name, _Fact], Field(max_length=MAX_ITEMS)] = field(
+        default_factory=dict[str, object]
+    )
+    letter: StrictBytes = b""
+    payload: Annotated[bytes, Field(max_length=0)] = b""  # none in a header: it comes behind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,7 +289,7 @@ def encode_prefix_and_header(frame: Frame) -> bytes:
 
     Raises ValueError for a frame that no receiver would take: a mistake of the caller.
     """
-    values: dict[object, object] = {"kind": frame.kind}
+    values: dict[str, object] = {"kind": frame.kind}
     for spec in fields(Frame):
         value: object = getattr(frame, spec.name)
         if value and spec.name not in ("kind", "payload"):  # every default is empty or 0
@@ -348,9 +333,7 @@ def parse_header(header: bytes, payload_bytes: int, limits: FrameLimits) -> Fram
         value = unpack(header, MAX_HEADER_BYTES)
     except Malformed as error:
         raise FrameRefused("header", str(error)) from error
-    if not isinstance(value, dict):
-        raise FrameRefused("header", "it is no map")
-    frame = _checked(cast(dict[object, object], value))
+    frame = _checked(value)
     due = _payload_due(frame, limits)
     if payload_bytes != due:
         raise FrameRefused("length", f"{payload_bytes} bytes of payload where {due} are due")
@@ -368,48 +351,31 @@ async def read_frame(read: Callable[[int], Awaitable[bytes]], limits: FrameLimit
 
 
 # ---- checks of a header --------------------------------------------------------------------------
-def _checked(values: Mapping[object, object]) -> Frame:
+_FRAME = TypeAdapter(Frame)
+
+
+def _checked(values: object) -> Frame:
     """The frame of these fields, each of its type and within its bounds."""
-    kind = values.get("kind")
-    if not isinstance(kind, str) or kind not in KINDS:
+    try:
+        frame = _FRAME.validate_python(values)
+    except ValidationError as error:
+        raise _refused(error, "kind", "shape") from None
+    kind = frame.kind
+    if kind not in KINDS:
         raise FrameRefused("kind", show(kind))
-    if unknown := set(values) - _FIELDS:
-        raise FrameRefused("header", f"unknown field {show(min(unknown, key=str))}")
-    given = cast("dict[str, object]", _EMPTY | dict(values))
-    shape = _shape(given["shape"])
-    codec, dtype = text(given, "codec", MAX_NAME), text(given, "dtype", MAX_NAME)
     if kind not in TENSOR_KINDS:
-        for name, value in (("codec", codec), ("shape", shape), ("dtype", dtype)):
-            if value:
+        for name in ("codec", "shape", "dtype"):
+            if getattr(frame, name):
                 raise FrameRefused(name, f"a {kind} frame has no tensor")
-    elif codec not in (*CODECS, NOT_FINITE):
-        raise FrameRefused("codec", f"{codec!r}: choose one of {', '.join(CODECS)}")
-    elif dtype != TENSOR_DTYPE:
-        raise FrameRefused("dtype", f"{dtype!r} instead of {TENSOR_DTYPE}")
-    letter = given["letter"]
-    if not isinstance(letter, bytes) or bool(letter) != (kind in LETTER_KINDS):
-        raise FrameRefused("header", f"the letter of a {kind} frame is {show(letter)}")
-    return Frame(
-        kind=kind,
-        replica=text(given, "replica", MAX_REPLICA),
-        epoch=integer(given, "epoch", 0, MAX_INTEGER),
-        step=integer(given, "step", 0, MAX_INTEGER),
-        microbatch=integer(given, "microbatch", 0, MAX_INTEGER),
-        codec=codec,
-        shape=shape,
-        dtype=dtype,
-        facts=checked_facts(given["facts"]),
-        letter=letter,
-    )
-
-
-def _shape(value: object) -> tuple[int, ...]:
-    if isinstance(value, list | tuple):
-        items = cast("list[object]", value)
-        sizes = tuple(item for item in items if type(item) is int and 0 < item <= MAX_INTEGER)
-        if len(sizes) == len(items) and len(sizes) in (0, 3):
-            return sizes
-    raise FrameRefused("shape", "it is no list of three lengths above 0")
+    elif frame.codec not in (*CODECS, NOT_FINITE):
+        raise FrameRefused("codec", f"{frame.codec!r}: choose one of {', '.join(CODECS)}")
+    elif frame.dtype != TENSOR_DTYPE:
+        raise FrameRefused("dtype", f"{frame.dtype!r} instead of {TENSOR_DTYPE}")
+    elif len(frame.shape) != 3:
+        raise FrameRefused("shape", f"{len(frame.shape)} lengths, not three")
+    if bool(frame.letter) != (kind in LETTER_KINDS):
+        raise FrameRefused("header", f"the letter of a {kind} frame is {show(frame.letter)}")
+    return frame
 
 
 def _payload_due(frame: Frame, limits: FrameLimits) -> int:
@@ -430,7 +396,3 @@ def _payload_bytes(frame: Frame) -> int:
     b, t, _ = frame.shape
     windows = window_bytes(b, t) if frame.kind in WINDOW_KINDS else 0
     return encoded_bytes(frame.codec, frame.shape) + windows
-
-
-_FIELDS = frozenset(spec.name for spec in fields(Frame)) - {"payload"}
-_EMPTY = {name: getattr(Frame(kind=""), name) for name in _FIELDS}

@@ -19,22 +19,23 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.control import DaemonConnector
 from hivemind.p2p.p2p_daemon_bindings.utils import raise_if_failed, read_pbmsg_safe, write_pbmsg
 from hivemind.proto import p2pd_pb2
+from pydantic import Field
 
 from dilocox.pipeline.frames import (
     ANSWER_KINDS,
     MAX_REPLICA,
     NO_TENSORS,
     REQUEST_KINDS,
+    Facts,
     Frame,
     FrameRefused,
     encode_prefix_and_header,
-    text,
 )
 from dilocox.pipeline.link import Answer, Stream, Traffic
 from dilocox.pipeline.relayed_requests import RelayedRequests
@@ -45,6 +46,14 @@ CLOSING_S = 0.5  # for each step of it
 RELAYS_ASKED = 2  # at once, with the same letter: the first that arrives is answered
 PASSING_LIMIT_S = 2.0  # a letter to its recipient and the reply back
 _REPLIES = frozenset({"reply", "no"})
+
+
+class _Relay(Facts):
+    to: Annotated[str, Field(max_length=MAX_REPLICA)]  # whom the letter is for
+
+
+class _No(Facts):
+    reason: str
 
 
 class Unreachable(ConnectionError):
@@ -171,7 +180,7 @@ class RequestServer:
                 try:
                     relayed = await next_one
                     if relayed.frame.kind == "no":
-                        raise Unreachable(text(relayed.frame.facts, "reason"))
+                        raise Unreachable(_No.from_facts(relayed.frame.facts).reason)
                     reply = self._letters.read_reply(relayed.frame.letter, peer, number)
                     return Answer(frame=reply, round_trip_s=relayed.round_trip_s)
                 except Exception as error:  # noqa: BLE001 - see `_reached`; another may do it
@@ -261,7 +270,7 @@ class RequestServer:
 
     async def _passed_on(self, asker: str, frame: Frame) -> Frame:
         """What the recipient of somebody's letter replies; it has dialled this peer, if any."""
-        peer = text(frame.facts, "to", MAX_REPLICA)
+        peer = _Relay.from_facts(frame.facts).to
         limits, letter = self._limits, Frame(kind="letter", letter=frame.letter)
         try:
             with (

@@ -1,5 +1,5 @@
 """What the bootstrap keeps of one stage, so that the stage outlives all of its peers. Apart from
-archive_keeper.py, which downloads for all stages: this is the disk of one.
+archive_keeper.py, which has the thread, the network and the service of all stages.
 
 A *generation* is a state, or the initial weights, and the records that peers commit after it. When
 these have become more bytes than a state, the next generation is made beside it: its state follows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import struct
+import tracemalloc
 from dataclasses import replace
 from typing import Any, cast
 
@@ -222,9 +223,26 @@ def test_a_fact_nested_deeper_than_python_can_print_is_refused():
     for _ in range(100_000):
         deep = [deep]
     with pytest.raises(FrameRefused, match="x is list"):
-        frames.checked_facts({"x": [deep]})
+        encode_prefix_and_header(Frame(kind="go", facts={"x": [deep]}))
     while deep:  # or its end would be the recursion
         deep = cast("list[object]", deep.pop())
+
+
+def test_a_header_full_of_nonsense_takes_little_memory():
+    odd = {f"{number:b}".encode(): b"" for number in range(1024)}
+    header = pack({"kind": "go", "facts": odd})
+    tracemalloc.start()
+    try:
+        assert refusal(header) == "header"
+        assert tracemalloc.get_traced_memory()[1] < 8e6
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_name_that_a_peer_chose_is_shown_escaped():
+    with pytest.raises(FrameRefused) as caught:
+        parse_header(pack({"kind": "go", "x\n\x1b[31m": 1}), 0, LIMITS)
+    assert str(caught.value).isprintable()
 
 
 # ---- hostile bytes -------------------------------------------------------------------------------

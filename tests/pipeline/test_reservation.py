@@ -14,8 +14,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from dilocox.pipeline.frames import Frame, FrameRefused, checked_facts
+from dilocox.pipeline.frames import Frame, FrameRefused
 from dilocox.pipeline.reservation import LEASE_S, Assignment, Reservation
+from tests.pipeline.wires import over_the_wire
 
 HEADS = ("A", "B")
 
@@ -312,15 +313,15 @@ def test_a_head_is_recruited_by_nobody() -> None:
     "given", [assignment(), assignment(done=None), assignment(done=(3, math.nan, 0.0))]
 )
 def test_assignment_reads_back_equal(given: Assignment) -> None:
-    facts = given.to_facts()
-    assert checked_facts(facts) == facts  # what a frame can carry
-    assert repr(Assignment.from_facts(facts, 3)) == repr(given)
+    carried = over_the_wire(Frame(kind="assign", facts=given.to_facts()))
+    assert repr(Assignment.from_facts(carried.facts, 3)) == repr(given)
 
 
 def test_largest_run_fits_into_a_frame() -> None:
     members = tuple(f"{number:0>60}" for number in range(256))
     large = assignment(members[0], members=members, clients=(False,) * 256, codecs=("int8",) * 255)
-    assert Assignment.from_facts(checked_facts(large.to_facts()), 256) == large
+    carried = over_the_wire(Frame(kind="assign", facts=large.to_facts()))
+    assert Assignment.from_facts(carried.facts, 256) == large
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,9 @@ class Trust:
     `stand_ins` do: the bootstraps of its own invite. Empty: nobody is the witness, as in a swarm
     without operator, and every claim counts.
 
-    The witness itself believes what half of them claim, so that of two peers one can go on alone.
+    The witness itself believes what half of them claim, so that of two peers one can go on alone,
+    and what all but one of them do, two at least: who was away while the others went on would
+    wait for the witness, and it for the one, where its values are in most of the ten records.
     Who has been silent for a record lifetime does not count there any more; with nobody left, and
     before the first record, the first sound record is believed. It never leaves a chain that it
     vouched for.
@@ -98,13 +100,17 @@ class Trust:
             credit = Counter({peer: n for peer, n in credit.items() if peer not in idle})
         if is_witness and not credit:
             return view
-        behind, of_last = Counter[str](), Counter[str]()
+        behind, of_last, heads = Counter[str](), Counter[str](), Counter[str]()
         for peer, claim in view.claims.items():
             behind[claim.digest] += credit[peer]
             of_last[claim.digest] += peer in last
+            heads[claim.digest] += peer in credit
         least = credit.total() + (0 if is_witness else 1)
         believed = {digest for digest, count in behind.items() if count and 2 * count >= least}
         believed |= {digest for digest, count in of_last.items() if 2 * count > len(last)}
+        if is_witness:
+            all_but_one = max(2, len(credit) - 1)
+            believed |= {digest for digest, count in heads.items() if count >= all_but_one}
         believed.add(head.digest)  # ours: those who have it, too, may give its state
         if told is not None and not is_witness:
             believed.add(told.digest)

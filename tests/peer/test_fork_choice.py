@@ -286,6 +286,23 @@ def test_most_of_those_who_made_the_last_record_go_on_without_who_made_most_of_t
         assert counting(trust, stays | alone, Credited(records)) == "aa"
 
 
+def test_who_was_away_does_not_keep_the_archive_from_all_the_others(clock: TestClock) -> None:
+    """a was in every record, and stood on the last one; it waited for the archive, and this for a:
+    twenty rounds of the others were in no archive, and a was in none of them.
+    """
+    made = dict(enumerate(["a", "a", "ab", "ac", "ad", "a", "ab", "ac", "ad", "ab"]))
+    credited = Credited({n: ("aa" if n == 9 else f"r{n}", by) for n, by in made.items()})
+    on = {peer: claim("bb", number=11) for peer in "bcd"}
+    stays = {"a": claim("aa", 500, 9)}
+    trust = trust_of(clock, me=WITNESS)
+    assert counting(trust, stays | on, credited) == "aa bb"
+    assert counting(trust, stays | on | {"d": claim("cc", number=12)}, credited) == "aa"
+    assert counting(trust, stays | {"x": claim("bad"), "y": claim("bad")}, credited) == "aa"
+    two = Credited({n: ("aa" if n == 9 else f"r{n}", "ab" if n > 6 else "a") for n in range(10)})
+    assert counting(trust, stays | {"b": claim("bb")}, two) == "aa", "of two the other is nobody"
+    assert counting(trust_of(clock), stays | on, credited) == "aa", "a peer asks the witness"
+
+
 def test_the_witness_believes_half_and_forgets_who_is_gone(clock: TestClock) -> None:
     trust = trust_of(clock, me=WITNESS)
     one = {"c": claim("bb"), "x": claim("bad")}  # c is in 4 of our records, a and b in 5 each

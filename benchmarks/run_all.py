@@ -149,6 +149,13 @@ BENCHES = (
     ),
     Bench(name="matchmaking", script="matchmaking.py"),
     Bench(name="gpu", script="gpu.py", needs=no_gpu, limit_s=900),
+    Bench(
+        name="one-gpu",
+        script="one_gpu.py",
+        arguments=("--compile", "--steps", "500", "--minutes", "5"),
+        needs=no_gpu,
+        limit_s=600,
+    ),
     Bench(name="slow-peer", script="slow_peer.py", arguments=("--rounds", "4"), limit_s=600),
     Bench(
         name="real-size",

@@ -47,8 +47,8 @@ class Trust:
     without operator, and every claim counts.
 
     The witness itself believes what half of them claim, so that of two peers one can go on alone,
-    and what all but one of them do, two at least: who was away while the others went on would
-    wait for the witness, and it for the one, where its values are in most of the ten records.
+    and what all but one of them do, two at least and with a third of the values: who was away while
+    the others went on would wait for the witness, and it for the one that made most of the ten.
     Who has been silent for a record lifetime does not count there any more; with nobody left, and
     before the first record, the first sound record is believed. It never leaves a chain that it
     vouched for.
@@ -109,8 +109,9 @@ class Trust:
         believed = {digest for digest, count in behind.items() if count and 2 * count >= least}
         believed |= {digest for digest, count in of_last.items() if 2 * count > len(last)}
         if is_witness:
-            all_but_one = max(2, len(credit) - 1)
-            believed |= {digest for digest, count in heads.items() if count >= all_but_one}
+            fewest = max(2, len(credit) - 1)
+            all_but_one = {digest for digest, count in heads.items() if count >= fewest}
+            believed |= {each for each in all_but_one if 3 * behind[each] >= credit.total()}
         believed.add(head.digest)  # ours: those who have it, too, may give its state
         if told is not None and not is_witness:
             believed.add(told.digest)

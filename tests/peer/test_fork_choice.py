@@ -301,6 +301,9 @@ def test_who_was_away_does_not_keep_the_archive_from_all_the_others(clock: TestC
     two = Credited({n: ("aa" if n == 9 else f"r{n}", "ab" if n > 6 else "a") for n in range(10)})
     assert counting(trust, stays | {"b": claim("bb")}, two) == "aa", "of two the other is nobody"
     assert counting(trust_of(clock), stays | on, credited) == "aa", "a peer asks the witness"
+    new = Credited({n: ("aa" if n == 9 else f"r{n}", "a" if n else "abc") for n in range(10)})
+    both = {"b": claim("bb"), "c": claim("bb")}
+    assert counting(trust, stays | both, new) == "aa", "two who came once do not take it over"
 
 
 def test_the_witness_believes_half_and_forgets_who_is_gone(clock: TestClock) -> None:

@@ -265,6 +265,7 @@ class ClaimRecord(Record):
     rules: that it was made under (`operation.rules` of the manifest).
     revision: of the manifest, the newest that this peer knows.
     idle: whether it neither trains nor has learnt anything that no record holds.
+    stuck: whether its rounds since that record have ended void.
     written: by the operator's archive, what the model writes now after the run's prompt.
     """
 
@@ -278,6 +279,7 @@ class ClaimRecord(Record):
     rules: Integer = 0
     revision: Integer = 0
     idle: Flag = False
+    stuck: Flag = False
     written: Text = ""
 
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 MAX_NOTED = 1000  # digests or peers
 CREDIT_ROUNDS = 10  # whose contributors stand behind what comes next
 SETTLED_RECORDS = 3  # that the witness vouched for: a fork further back is nobody's to choose
+STUCK_ROUNDS = 5  # after its record a peer is in: two with a send in flight, three ended void
+LEAST_CREDIT = 3  # of those who go on where all others are stuck
 
 
 class Trust:
@@ -46,16 +48,17 @@ class Trust:
     `stand_ins` do: the bootstraps of its own invite. Empty: nobody is the witness, as in a swarm
     without operator, and every claim counts.
 
-    The witness itself believes what half of them claim, so that of two peers one can go on alone,
-    and what all but one of them do, two at least and with a third of the values: who was away while
-    the others went on would wait for the witness, and it for the one that made most of the ten.
+    The witness itself believes what half of them claim, so that of two peers one can go on alone.
     Who has been silent for a record lifetime does not count there any more; with nobody left, and
     before the first record, the first sound record is believed. It never leaves a chain that it
     vouched for.
 
     Who has been idle for a record lifetime, as a spare that no head takes, is in no exchange and
     claims no new record before others vouch for it. So it does not count beside those who are not;
-    the witness would wait for it, and it for the witness.
+    the witness would wait for it, and it for the witness. Nor does there who is *stuck*: its rounds
+    end void, and it claims nothing that the witness lacks. Others went on while it was away and the
+    witness down: where its values were in most of the ten records, each would wait for the other.
+    Those who go on must have made some of the ten, `LEAST_CREDIT` in all.
     """
 
     def __init__(
@@ -100,18 +103,15 @@ class Trust:
             credit = Counter({peer: n for peer, n in credit.items() if peer not in idle})
         if is_witness and not credit:
             return view
-        behind, of_last, heads = Counter[str](), Counter[str](), Counter[str]()
+        if is_witness:
+            credit = _going_on(credit, view, head)
+        behind, of_last = Counter[str](), Counter[str]()
         for peer, claim in view.claims.items():
             behind[claim.digest] += credit[peer]
             of_last[claim.digest] += peer in last
-            heads[claim.digest] += peer in credit
         least = credit.total() + (0 if is_witness else 1)
         believed = {digest for digest, count in behind.items() if count and 2 * count >= least}
         believed |= {digest for digest, count in of_last.items() if 2 * count > len(last)}
-        if is_witness:
-            fewest = max(2, len(credit) - 1)
-            all_but_one = {digest for digest, count in heads.items() if count >= fewest}
-            believed |= {each for each in all_but_one if 3 * behind[each] >= credit.total()}
         believed.add(head.digest)  # ours: those who have it, too, may give its state
         if told is not None and not is_witness:
             believed.add(told.digest)
@@ -255,6 +255,17 @@ class ClaimBook:
     def donors(self, peers: Collection[str]) -> list[str]:
         """Those of them to ask for a state: liars only where there is nobody else."""
         return [peer for peer in peers if peer not in self._liars] or list(peers)
+
+
+def _going_on(credit: Counter[str], view: SwarmView, head: Tip) -> Counter[str]:
+    """The credit of those who are not stuck on our chain; of all where they made too little."""
+    stuck = {
+        peer
+        for peer in credit.keys() & view.claims.keys()
+        if view.claims[peer].stuck and view.claims[peer].chain_tokens <= head.chain_tokens
+    }
+    rest = Counter({peer: n for peer, n in credit.items() if peer not in stuck})
+    return rest if rest.total() >= LEAST_CREDIT else credit
 
 
 def holders(view: SwarmView, digest: str) -> list[str]:

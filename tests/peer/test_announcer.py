@@ -256,6 +256,16 @@ def test_a_stage_record_names_the_replica_that_a_peer_is_in_and_what_keeps_it_fr
     assert (blocked.replica, blocked.blocked) == ("", "stage 1 has no peer")
 
 
+@pytest.mark.parametrize(("round_number", "stuck"), [(6, False), (8, False), (9, True)])
+def test_a_claim_says_when_no_record_came_for_rounds(round_number: int, stuck: bool) -> None:
+    records = announcer(Dht(), 1, 3).of_stage(
+        "training", round_number=round_number, inner_steps=70, voids=2, own=LoopStatus(head="h")
+    )
+    claimed = records[claim_key(RUN, 1)]
+    assert isinstance(claimed, ClaimRecord)
+    assert claimed.stuck is stuck  # the record of round 4 is its last
+
+
 def test_nobody_is_told_to_wait_for_a_peer_that_starts_over() -> None:
     over = LoopStatus(head="h", started_over=True)
     assert told(over).state == "joining"

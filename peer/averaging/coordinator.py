@@ -380,10 +380,10 @@ class Coordinator(threading.Thread):
         if (send := self._pending_send) is not None:
             self._pending_send = None
             send()
-        self.driver.closed_by_chain(self.chain.applied)
         self.chain.tick(
             self.view, exchanging=self.driver.exchanging, sent_round=self.driver.sent_round
         )
+        self.driver.closed_by_chain(self.chain.applied)
         self.driver.tick(self.view, meets_at=self._rounds.meets_at, search_s=self._read_s)
 
     @property

@@ -31,16 +31,16 @@ DISTANT = "QmOther"
 
 class Sending:
     """The coordinator of a peer whose newest send is open; its looks at the DHT never end, and the
-    group of its send meets in an hour."""
+    group of its send meets in an hour, or met before a restart."""
 
-    def __init__(self, identity: Identity, folder: Path, **outer: Any):
+    def __init__(self, identity: Identity, folder: Path, *, resumed: bool = False, **outer: Any):
         run = replace(manifest_of(), outer=OuterSpec(**outer))
         self.donor = donor = ChainMaker(identity, folder, run)
         self.clock = TestClock()
-        self.view = SwarmView(me=donor.peer)
         averager: Any = SimpleNamespace(
             apply=self._apply,
             encode=lambda plan, last: Future(),
+            settle=lambda number, attempt: answered(None),
             fetch_state=lambda peer, **facts: answered("a file"),
             take_state=lambda found: answered(self._state()),
             is_alive=lambda: True,
@@ -61,29 +61,26 @@ class Sending:
             watch=cast(Any, SimpleNamespace(manifest=run)),
             applied=-1,
             anchor_sha256="b" * 64,
-            sent={},
+            sent={SENT: 10} if resumed else {},
             reader=never,
             writer=never,
         )
-        self.coordinator.submit(
-            SENT,
-            SendFacts(tokens=10, step_s=0.5),
-            scheduled_at=self.clock.now + 3600.0,
-            states_taken=0,
-        )
+        if not resumed:
+            meets_at = self.clock.now + 3600.0
+            facts = SendFacts(tokens=10, step_s=0.5)
+            self.coordinator.submit(SENT, facts, scheduled_at=meets_at, states_taken=0)
         self.tick()
 
     def tick(self) -> None:
         """The coordinator's thread goes on, as far as it can."""
         for _ in range(4):
             self.coordinator.tick()
-            self.coordinator.chain.tick(self.view, exchanging=False, sent_round=SENT)
             self.clock.now += 0.5
 
-    def hear_of_late_record(self) -> None:
-        """The record of the round before comes, which this peer's send is not in."""
-        self.donor.train(OLDER)
-        self.coordinator.chain.committed(OLDER, 1.0, None)
+    def hear_of_record(self, round_number: int = OLDER) -> None:
+        """A record comes; of the round before, this peer's send is not in it."""
+        self.donor.train(round_number)
+        self.coordinator.chain.committed(round_number, 1.0, None)
         self.tick()
 
     def hear_of_state(self) -> None:
@@ -91,9 +88,9 @@ class Sending:
         claim = ClaimRecord(
             round=OLDER, digest="d" * 64, tokens=1, chain_tokens=99, record_bytes=10**9
         )
-        self.view = SwarmView(me=self.donor.peer, claims={DISTANT: claim})
-        self.tick()
-        self.view = SwarmView(me=self.donor.peer)
+        view = SwarmView(me=self.donor.peer, claims={DISTANT: claim})
+        for _ in range(2):
+            self.coordinator.chain.tick(view, exchanging=False)
 
     def end_round(self) -> Committed | Resynced:
         """The loop lends the anchor, and takes what comes, but for telling so."""
@@ -104,7 +101,7 @@ class Sending:
         return event
 
     def _apply(self, round_number: int, *, with_own: bool) -> Any:
-        assert not with_own
+        assert with_own is (round_number == SENT)
         digest = self.donor.log.head().digest
         return answered(Applied(digest=digest, anchor_sha256="a" * 64, payload_bytes=1))
 
@@ -130,7 +127,7 @@ def answered(answer: Any) -> Any:
 
 Hears = Callable[[Sending], None]
 WAITS = pytest.mark.parametrize(
-    "hears", [Sending.hear_of_late_record, Sending.hear_of_state], ids=["record", "state"]
+    "hears", [Sending.hear_of_record, Sending.hear_of_state], ids=["record", "state"]
 )
 
 
@@ -172,10 +169,26 @@ def test_a_round_waits_for_a_send_that_is_not_handed_over_whatever_waits_for_its
     identities: list[Identity], tmp_path: Path
 ) -> None:
     peer = Sending(identities[0], tmp_path, merge="rebase", apply="round_end")
-    peer.hear_of_late_record()
+    peer.hear_of_record()
     peer.coordinator.submit(
         SENT + 1, SendFacts(tokens=10), scheduled_at=peer.clock.now, states_taken=0
     )
     assert peer.coordinator.undecided
     peer.coordinator.tick()
     assert not peer.coordinator.undecided
+
+
+def test_a_send_whose_record_waited_longer_than_anybody_is_asked_for_it_is_not_void(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    """It was presumed void as its record was applied; that is what its peer told of itself."""
+    peer = Sending(identities[0], tmp_path, resumed=True, apply="round_end")
+    peer.hear_of_record(SENT)
+    waits_until = peer.clock.now + 2 * peer.donor.manifest.deadlines.record_lifetime_s
+    while peer.clock.now < waits_until:
+        peer.tick()
+    event = peer.end_round()
+    event.taken.set()
+    peer.tick()
+    assert not peer.coordinator.undecided
+    assert peer.coordinator.driver.voids == 0 and peer.coordinator.events.get() is None

@@ -318,8 +318,8 @@ class Learner:
 
     def _offer(self) -> None:
         """For the time of an inner step; but where records wait for a round's end, and would keep
-        them until then, only there (`take_events`)."""
-        if self._takes_at_once:
+        them until then, only there (`take_events`), or where the last round may have ended."""
+        if self._takes_at_once or self._coordinator.ending:
             self._lease.offer()
 
     def _wait_for_buffers(self, limit_s: float = BUFFERS_LIMIT_S) -> None:

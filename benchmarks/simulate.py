@@ -4,6 +4,7 @@
     python benchmarks/simulate.py --faults                        a kill or freeze in every fifth
     python benchmarks/simulate.py --heads 4 --round-s 600 --json  one swarm, one line of JSON
     python benchmarks/simulate.py --campaign 2000                 seeded schedules of every fault
+    python benchmarks/simulate.py --apply round_end               records wait for a round's end
 
 The control code is the product's; the clock, the DHT, the network, and the numbers that would be
 averaged are simulated (benchmarks/simulation). Exits with 1 if tokens were not conserved, or if a
@@ -21,8 +22,11 @@ import logging
 import random
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 # a script has only its own folder on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -46,6 +50,8 @@ COLUMNS = (
 QUICK_ROUNDS = 5
 TOLD_EVERY = 100  # schedules of a campaign
 
+Apply = Literal["arrival", "round_end"]
+
 
 def steady(
     heads: int,
@@ -56,12 +62,19 @@ def steady(
     seed: int,
     slowest: float,
     faults: bool,
+    apply: Apply,
 ) -> Scenario:
     """Heads of 1 to `slowest` seconds a step, all there from the start."""
     step_s = tuple(1 + (slowest - 1) * number / max(1, heads - 1) for number in range(heads))
     hurt = every_fifth_round(heads, round_s, rounds, random.Random(seed)) if faults else ()
     return Scenario(
-        step_s=step_s, round_s=round_s, rounds=rounds, rtt_s=rtt_ms / 1000, seed=seed, faults=hurt
+        step_s=step_s,
+        round_s=round_s,
+        rounds=rounds,
+        rtt_s=rtt_ms / 1000,
+        seed=seed,
+        apply=apply,
+        faults=hurt,
     )
 
 
@@ -72,6 +85,7 @@ def as_json(scenario: Scenario, outcome: Outcome, seconds: float) -> str:
         "round_s": scenario.round_s,
         "rtt_ms": scenario.rtt_s * 1000,
         "seed": scenario.seed,
+        "apply": scenario.apply,
         "rounds": outcome.rounds,
         "committed_share": round(outcome.committed_share, 4),
         "every_head_share": round(outcome.every_head_share, 4),
@@ -89,27 +103,33 @@ def sound(outcome: Outcome) -> bool:
     return outcome.conserved and outcome.one_chain
 
 
-def play(seed: int) -> Outcome:
+def play(scenario: Scenario) -> Outcome:
     """One schedule of a campaign."""
     logging.disable(logging.ERROR)
-    return World(schedule(seed)).play()
+    return World(scenario).play()
 
 
-def campaign(report: Report, first: int, schedules: int) -> int:
-    """Play seeded schedules; the exit code."""
+def campaign(report: Report, first: int, schedules: int, apply: Apply | None) -> int:
+    """Play seeded schedules, under the rule that they draw if none is given; the exit code."""
+    drawn = [schedule(seed) for seed in range(first, first + schedules)]
+    scenarios = [replace(each, apply=apply) if apply else each for each in drawn]
     broken: list[int] = []
-    committed = rounds = 0
+    committed, rounds = Counter[Apply](), Counter[Apply]()
     began = time.monotonic()
     with ProcessPoolExecutor() as pool:
-        played = pool.map(play, range(first, first + schedules), chunksize=5)
-        for number, outcome in enumerate(played):
-            committed, rounds = committed + outcome.committed, rounds + outcome.rounds
+        played = zip(scenarios, pool.map(play, scenarios, chunksize=5), strict=True)
+        for number, (scenario, outcome) in enumerate(played):
+            committed[scenario.apply] += outcome.committed
+            rounds[scenario.apply] += outcome.rounds
             if not sound(outcome):
                 broken.append(first + number)
             if (number + 1) % TOLD_EVERY == 0 or number + 1 == schedules:
+                shares = ", ".join(
+                    f"{committed[rule] / max(1, count):.1%} of {count} rounds by {rule} committed"
+                    for rule, count in sorted(rounds.items())
+                )
                 report.say(
-                    f"{number + 1} schedules, {rounds} rounds, {committed / max(1, rounds):.1%} "
-                    f"committed, {len(broken)} not conserved or forked, "
+                    f"{number + 1} schedules, {shares}, {len(broken)} not conserved or forked, "
                     f"{time.monotonic() - began:.0f} s"
                 )
     for seed in broken:
@@ -150,6 +170,7 @@ def of(arguments: argparse.Namespace, heads: int, round_s: float, rounds: int) -
         seed=arguments.seed,
         slowest=arguments.slowest,
         faults=arguments.faults,
+        apply=arguments.apply or "arrival",
     )
 
 
@@ -166,6 +187,11 @@ def main() -> int:
     made.add_argument("--slowest", type=float, default=3.0, help="the slowest head's s a step")
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--faults", action="store_true", help="a kill or freeze every fifth round")
+    made.add_argument(
+        "--apply",
+        choices=("arrival", "round_end"),
+        help="when a record is applied; at its arrival, in a campaign as each schedule draws it",
+    )
     made.add_argument("--campaign", type=int, metavar="N", help="play N seeded schedules")
     made.add_argument("--json", action="store_true", help="one line of it, which --heads prints")
     arguments = made.parse_args()
@@ -178,7 +204,7 @@ def main() -> int:
         return 0 if sound(outcome) else 1
     report = Report("simulate", arguments.out)
     if arguments.campaign:
-        code = campaign(report, arguments.seed, arguments.campaign)
+        code = campaign(report, arguments.seed, arguments.campaign, arguments.apply)
     else:
         code = table(report, arguments)
     report.close()

@@ -202,7 +202,7 @@ class ReplicaRecord(Record):
     waiting_share: of its last round, for averages; from 0 to 1.
     codec: of the activations.
     last_fault: one line, or empty.
-    hear_s: seconds until this head has surely heard a bell that was written now.
+    hear_s: seconds until this head has surely heard a bell that was written now, and can send.
     """
 
     kind: ClassVar[Kind] = "replica"

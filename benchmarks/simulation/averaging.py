@@ -154,7 +154,7 @@ class Donor(Protocol):
 class Lines:
     """What an exchange costs. stage_bytes: of a message; late: chance that a member's parts come
     too late to be in the means; codec_s: what a member computes before its group meets, and as much
-    in the second phase of the exchange.
+    in the second phase of the exchange; outer_step_s: to apply a record.
     """
 
     network: Network
@@ -162,6 +162,7 @@ class Lines:
     bytes_per_s: float = 1.25e6
     late: float = 0.0
     codec_s: float = 0.0
+    outer_step_s: float = 0.1
     vote_loss: float = 0.0
 
     def exchange_s(self, members: int) -> float:
@@ -518,7 +519,7 @@ class SimulatedAverager:
             digest=record.digest, anchor_sha256=record.digest, payload_bytes=RECORD_BYTES
         )
         future = self._new_future()
-        self._later(0.1, lambda: future.set(done))
+        self._later(self._meetings.lines.outer_step_s, lambda: future.set(done))
         return future
 
     def catch_up(

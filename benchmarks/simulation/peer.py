@@ -2,8 +2,9 @@
 left.
 
 The loop's books follow peer/training (loop.py, merge.py): what was trained is unsent, in flight, in
-a record, or lost, and no token is in two of them. Inner steps cost no event: they are counted when
-somebody asks, and the loop is woken only where something waits for it between two of them.
+a record, or lost, and no token is in two of them. Of tokens `rebase` and `reset` make the same.
+Inner steps cost no event: they are counted when somebody asks, and the loop is woken only where
+something waits for it between two of them.
 """
 
 from __future__ import annotations
@@ -21,11 +22,19 @@ from dilocox.compression.layout import FlatLayout
 from dilocox.dht.addresses import Reachability
 from dilocox.dht.manifest_revisions import ManifestWatch
 from dilocox.peer.averaging.coordinator import TICK_S, Coordinator
-from dilocox.peer.averaging.events import Committed, EventQueue, Failed, Resynced, Voided
+from dilocox.peer.averaging.events import (
+    AnchorLease,
+    Committed,
+    EventQueue,
+    Failed,
+    Resynced,
+    Voided,
+)
 from dilocox.peer.averaging.events import Event as LoopEvent
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.rounds.record import SendFacts
+from dilocox.peer.training.loop import CATCH_UP_LIMIT_S, FADES
 
 if TYPE_CHECKING:
     from benchmarks.simulation.world import World
@@ -35,11 +44,28 @@ SOON_S = 35.0  # before a group's time: the driver may begin to look for it
 REPLICA_S = 3.0  # to form a replica
 
 
+class _Lease(AnchorLease):
+    """Asks whether the loop lends the anchor when it is to be taken: the loop need not run to say
+    so."""
+
+    def __init__(self, lends: Callable[[], bool]):
+        super().__init__()
+        self._lends = lends
+
+    def take(self) -> bool:
+        if self._lends():
+            self.offer()
+        else:
+            self.withdraw()
+        return super().take()
+
+
 class _Events(EventQueue):
     """Tells the loop that something has come."""
 
-    def __init__(self, come: Callable[[], None]):
+    def __init__(self, come: Callable[[], None], lends: Callable[[], bool]):
         super().__init__()
+        self.lease = _Lease(lends)
         self._come = come
         self.waiting = 0
 
@@ -173,8 +199,7 @@ class SimulatedPeer:
             lambda: self._threads.running,
             lambda now: world.revision_for(name, now),
         )
-        self.events = _Events(self._arm)
-        self.events.lease.offer()
+        self.events = _Events(self._arm, lambda: self._lends)
         self.coordinator = self._new_coordinator()
         self.chain, self.driver = self.coordinator.chain, self.coordinator.driver
         self._inner_step = self._epoch = 0
@@ -184,6 +209,9 @@ class SimulatedPeer:
         self._meets_at = 0.0  # the group of its last send
         self._busy_until = 0.0  # the coordinator's thread
         self._loop_busy_until = 0.0
+        # the end of a round that waits for records, the time of its group, and since when it waits
+        self._due: tuple[int, float, float] | None = None
+        self._caught_up_s = 0.0
         self._joined = False
         self._stopped_since: float | None = None
         # once it has nothing more to do here: with its last record archived, and without
@@ -287,7 +315,7 @@ class SimulatedPeer:
     def count_steps(self) -> None:
         """Note the inner steps that its replica has made by now."""
         head = self.leader
-        if head is None or head._origin is None or head.frozen:
+        if head is None or head._origin is None or head.frozen or head._stands:
             return
         steps = int((self.world.timeline.now - head._origin) / head.step_s + 1e-9)
         if steps > 0:
@@ -298,25 +326,64 @@ class SimulatedPeer:
                 peer.books.trained += tokens
                 peer.books.unsent += tokens
 
+    @property
+    def _stands(self) -> bool:
+        """Whether the replica that this head leads waits for a member that ends its round."""
+        return any(peer._due is not None for peer in (self, *self.members))
+
+    @property
+    def _lends(self) -> bool:
+        """Whether records may move the anchor now: as Learner's loop does, whose head lends it
+        while it has no replica, too."""
+        if self.world.takes_at_once or not self._joined or self._due is not None:
+            return True
+        return self.coordinator.ending or (self.stage == 0 and self.leader is None)
+
     def _between_steps(self) -> None:
         self._loop = None
-        if self.world.timeline.now < self._loop_busy_until:
+        timeline, coordinator, at_once = self.world.timeline, self.coordinator, self._lends
+        if timeline.now < self._loop_busy_until:
             self._arm()
             return
         self.count_steps()
+        due, self._due = self._due, None
+        if due is None:
+            if at_once:
+                self._take_events()
+            if self._joined and (found := coordinator.send_due()) is not None:
+                due = *found, timeline.now
+        if due is not None and not self.world.takes_at_once:
+            due = self._caught_up(due)
+            if due is None:
+                return
+        if due is not None:
+            number, scheduled_at, _ = due
+            self._end_round(number, scheduled_at)
+        if self._joined:
+            self._follow_the_run()
+
+    def _take_events(self) -> None:
         while (event := self.events.get()) is not None:
             self.events.waiting -= 1
             self._take(event)
             if isinstance(event, Committed | Resynced):
                 self.events.lease.give_back()
-                self.events.lease.offer()
             event.taken.set()
             self._wake()
-        due = self.coordinator.send_due() if self._joined else None
-        if due is not None:
-            self._end_round(*due)
-        if self._joined:
-            self._follow_the_run()
+
+    def _caught_up(self, due: tuple[int, float, float]) -> tuple[int, float, float] | None:
+        """The end of a round once the records that are here are in the anchor; None until then."""
+        now, since, head = self.world.timeline.now, due[2], self.leader
+        self._take_events()
+        if self.coordinator.applying and now < since + CATCH_UP_LIMIT_S:
+            self._due = due
+            self._wake()
+            self._arm()
+            return None
+        self._caught_up_s = max(now - since, FADES * self._caught_up_s)
+        if now > since and head is not None and head._origin is not None:
+            head._origin = now
+        return due
 
     def _follow_the_run(self) -> None:
         """Stand still where it is paused, and leave where it has ended (peer/training/roles.py)."""
@@ -423,7 +490,7 @@ class SimulatedPeer:
         when = timeline.now + TICK_S
         if head is not None and head._origin is not None and not head.frozen:
             self.count_steps()
-            when = head._origin + head.step_s
+            when = timeline.now + TICK_S if head._stands else head._origin + head.step_s
         # a step is complete a moment after its time as floats have it, or it would be looked for on
         when = max(when, self._loop_busy_until, timeline.now + 0.001)
         self._loop = timeline.at(when, self._between_steps)
@@ -462,10 +529,11 @@ class SimulatedPeer:
         """Until something may be due, if nothing comes; the product ticks every tenth of a second,
         of which most find nothing."""
         now = self.world.timeline.now
-        if self.driver.sent_round is not None and not self.driver.exchanging:
+        held = self.chain.delivering and not self._lends  # until the round's end
+        if self.driver.sent_round is not None and not (self.driver.exchanging or held):
             return min(max(self._meets_at - SOON_S - now, TICK_S), self.world.far_s)
-        waits = self.driver.sent_round is not None or self.chain.busy or self.coordinator.ending
-        if not self._joined or waits:
+        waits = not held and (self.driver.sent_round is not None or self.chain.busy)
+        if not self._joined or waits or self.coordinator.ending:
             return NEAR_S
         head = self.leader
         if head is not self:
@@ -484,6 +552,7 @@ class SimulatedPeer:
             inner_step=self._inner_step,
             unsent_tokens=max(0, books.unsent) + sum(books.fly.values()),
             step_s=0.0 if head is None else head.step_s,
+            caught_up_s=self._caught_up_s,
             tokens_per_s=0.0 if head is None else self.world.tokens_per_step / head.step_s,
             head="" if head is None else head.name,
             members=members,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from benchmarks.simulation.world import Fault, Scenario
+
+ROUND_END_SHARE = 0.3  # of schedules whose records wait for a round's end
 
 
 def every_fifth_round(
@@ -46,7 +49,7 @@ def schedule(seed: int) -> Scenario:
                 seconds=draw.choice((2.0, 10.0, 40.0, 100.0, round_s)),
             )
         )
-    return Scenario(
+    scenario = Scenario(
         step_s=tuple(draw.uniform(0.5, 3.0) for _ in range(heads)),
         round_s=round_s,
         rounds=rounds,
@@ -65,3 +68,7 @@ def schedule(seed: int) -> Scenario:
         ),
         faults=tuple(faults),
     )
+    if draw.random() < ROUND_END_SHARE:
+        merge = draw.choice(("rebase", "reset"))
+        scenario = replace(scenario, apply="round_end", merge=merge)
+    return scenario

@@ -47,9 +47,10 @@ class Scenario:
         so long for a round.
     joins: after the start, in seconds, one for each head (0: at the start).
     spares: peers of every later stage beside those that the replicas need.
-    codec_s: that a send computes before its exchange, and in it.
+    codec_s: that a send computes before its exchange, and in it. outer_step_s: to apply a record.
     pauses_at_s, ends_at_s: after the start, when the operator says so; None if never.
     deaf: peers by number, in the order of their names, and how much later each of them hears that.
+    merge, apply: of the manifest's section `outer`.
     write_s: seconds that the loop is busy between a send and its handing over.
     tick_s: what every tick of a coordinator takes longer.
     """
@@ -65,6 +66,7 @@ class Scenario:
     late: float = 0.0
     vote_loss: float = 0.0
     codec_s: float = 0.0
+    outer_step_s: float = 0.1
     write_s: float = 0.0
     tick_s: float = 0.0
     joins: tuple[float, ...] = ()
@@ -72,6 +74,8 @@ class Scenario:
     pauses_at_s: float | None = None
     ends_at_s: float | None = None
     deaf: tuple[tuple[int, float], ...] = ()
+    merge: Literal["rebase", "reset"] = "rebase"
+    apply: Literal["arrival", "round_end"] = "arrival"
     faults: tuple[Fault, ...] = ()
 
 
@@ -139,6 +143,7 @@ def manifest_of(scenario: Scenario) -> Manifest:
                 "min_inner_steps": steps,
                 "max_inner_steps": steps,
             },
+            "outer": {"merge": scenario.merge, "apply": scenario.apply},
             "batch": {"sequence_length": TOKENS_PER_STEP, "microbatch_size": 1, "microbatches": 1},
         }
     )
@@ -159,6 +164,7 @@ class World:
         # what is due in mid-round is a look at the bells, 32 of them a round
         self.far_s = min(max(scenario.round_s / 32, 1.0), 10.0)
         self.manifest = manifest_of(scenario)
+        self.takes_at_once = scenario.apply == "arrival"
         self.network = Network(
             timeline=self.timeline, random=self.random, rtt_s=scenario.rtt_s, loss=scenario.loss
         )
@@ -167,6 +173,7 @@ class World:
             network=self.network,
             late=scenario.late,
             codec_s=scenario.codec_s,
+            outer_step_s=scenario.outer_step_s,
             vote_loss=scenario.vote_loss,
         )
         self.meetings = Meetings(lines, self.manifest)

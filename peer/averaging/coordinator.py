@@ -380,10 +380,10 @@ class Coordinator(threading.Thread):
         if (send := self._pending_send) is not None:
             self._pending_send = None
             send()
-        self.driver.closed_by_chain(self.chain.applied)
         self.chain.tick(
             self.view, exchanging=self.driver.exchanging, sent_round=self.driver.sent_round
         )
+        self.driver.closed_by_chain(self.chain.applied)
         self.driver.tick(self.view, meets_at=self._rounds.meets_at, search_s=self._read_s)
 
     @property
@@ -580,4 +580,5 @@ class Coordinator(threading.Thread):
         # a bell that is written now is heard after the write, a look interval, and the look
         hear_s = self._write_s + self._rounds.look_s() + self._read_s
         hear_s = max(hear_s, self.driver.encoding_s)  # and its send encoded when the group meets
+        hear_s += status.caught_up_s  # before it takes that
         return replica_record(self.round, status, hear_s=round(hear_s, 3))

@@ -41,6 +41,7 @@ class LoopStatus:
     inner_step, inner_steps: of the round, taken and planned (H).
     applied_round: of the last record in its anchor. in_flight: whose exchange is under way.
     step_s: the longest inner step of the round.
+    caught_up_s: that the end of a round waits until records are in the anchor, at most.
     waiting_share, round_waiting_share: waited for averages, of all its time and of its last round.
     computing_share: of the time since it first was in a replica.
     compression_error: |m - c| / |m| of its newest message in a round.
@@ -65,6 +66,7 @@ class LoopStatus:
     applied_round: int = -1
     in_flight: int | None = None
     step_s: float = 0.0
+    caught_up_s: float = 0.0
     tokens: int = 0
     tokens_per_s: float = 0.0
     train_loss: float | None = None

@@ -11,8 +11,9 @@ at their next inner step. So nobody waits for the slowest, and nobody meets an e
          now + that inner step + the notice once all known replicas have rung
 
 The *notice* is the time until all have heard a bell that is written now: the longest that a head
-states of itself (`hear_s`: how often it looks, and how long its calls to the DHT take), within
-bounds, and at least 2 s.
+states of itself (`hear_s`: how often it looks, and how long its calls to the DHT take; where
+records wait for a round's end, also how long it takes to apply one), within bounds, and at least
+2 s.
 
 A head that has rung, sees q bells and finds no T_R writes it into its bell, with the end of the
 grace; all use the smallest T_R that they ever found for the round (`RoundKeeper`), so it only

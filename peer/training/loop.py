@@ -44,6 +44,7 @@ HAND_ON_LIMIT_S = 15.0  # and for somebody to take its last record
 SAVE_SOON_AT, SAVE_AT = 0.5, 0.75  # of what the log keeps, applied since the last snapshot
 BUFFERS_LIMIT_S = 300.0  # how long an outer step, or a state from the disk, may take
 CATCH_UP_LIMIT_S = 60.0  # how long a round's end waits for records that are being applied
+FADES = 0.8  # of the longest such wait, with every round's end that waits for less
 POLL_S = 0.1
 
 
@@ -100,6 +101,7 @@ class Learner:
         self._unsaved: dict[int, int] = {}  # bytes of the records applied since the last snapshot
         self._stopped_since: float | None = None
         self._started_over = False  # and took no inner step since
+        self._caught_up_s = 0.0
         self._codec = stage_codec(manifest, model.layout)
         self._takes_at_once = manifest.outer.apply == "arrival" or manifest.outer.merge == "none"
         state: dict[str, Any] = snapshots.found.data if snapshots.found else {}
@@ -318,8 +320,8 @@ class Learner:
 
     def _offer(self) -> None:
         """For the time of an inner step; but where records wait for a round's end, and would keep
-        them until then, only there (`take_events`)."""
-        if self._takes_at_once:
+        them until then, only there (`take_events`), or where the last round may have ended."""
+        if self._takes_at_once or self._coordinator.ending:
             self._lease.offer()
 
     def _wait_for_buffers(self, limit_s: float = BUFFERS_LIMIT_S) -> None:
@@ -348,10 +350,11 @@ class Learner:
                 return  # all that is to be kept is on disk
 
     def _catch_up(self) -> None:
-        end = time.monotonic() + CATCH_UP_LIMIT_S
+        began = time.monotonic()
         self.take_events()
-        while self._coordinator.applying and time.monotonic() < end:
+        while self._coordinator.applying and time.monotonic() < began + CATCH_UP_LIMIT_S:
             self.take_events(wait_s=POLL_S)
+        self._caught_up_s = max(time.monotonic() - began, FADES * self._caught_up_s)
 
     def _take(self, event: Event) -> None:
         self._snapshots.interrupt()
@@ -477,6 +480,7 @@ class Learner:
         self.status = self._meter.read(
             self.status,
             started_over=self._started_over,
+            caught_up_s=self._caught_up_s,
             round=coordinator.round,
             inner_steps=coordinator.inner_steps,
             applied_round=merge.round,

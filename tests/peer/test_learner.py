@@ -285,6 +285,24 @@ def test_under_round_end_the_send_waits_for_records_that_are_being_applied(tmp_p
     assert loop.fake.of_kind("submit")
 
 
+def test_a_rounds_end_that_waits_for_records_says_how_long_they_take(tmp_path: Path) -> None:
+    """So the group of a round meets when the sends are there, which wait for them."""
+    loop = loop_with(tmp_path, apply="round_end")
+
+    def applied() -> None:
+        time.sleep(0.1)
+        loop.fake.events.put(loop.committed(0, 0.1))
+        loop.fake.applying = False
+
+    loop.fake.applying = True
+    loop.fake.events.to_come.append(applied)
+    end_round(loop, 1, number=1)
+    took_s = loop.learner.status.caught_up_s
+    assert took_s >= 0.1
+    end_round(loop, 1, number=2)  # without one: a later round may have one again
+    assert loop.learner.status.caught_up_s == pytest.approx(0.8 * took_s)
+
+
 def test_a_failure_is_heard_under_round_end_too(tmp_path: Path) -> None:
     loop = loop_with(tmp_path, apply="round_end")
     loop.fake.events.put(Failed(error=RuntimeError("it died")))

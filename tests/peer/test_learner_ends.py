@@ -180,6 +180,17 @@ def test_who_has_nothing_to_send_leaves_a_run_that_ends_at_once(loop: Loop) -> N
     assert loop.learner.finished
 
 
+def test_under_round_end_who_makes_the_last_steps_lends_the_anchor_as_no_round_may_end(
+    tmp_path: Path,
+) -> None:
+    """A member that had sent with the last round took its record after a bell of its own."""
+    loop = Loop(tmp_path, manifest(outer={"apply": "round_end"}))
+    loop.train()
+    loop.fake.ending = True
+    loop.learner.between_steps()
+    assert loop.fake.events.lease.take()
+
+
 def test_nobody_waits_for_ever_for_the_last_record_of_a_run(loop: Loop) -> None:
     loop.train(1)
     loop.fake.ending = loop.fake.stopped = True

@@ -16,8 +16,10 @@ from benchmarks.simulation.world import TOKENS_PER_STEP, Fault, Outcome, Scenari
 from dilocox.dht.records import ReplicaRecord
 from dilocox.peer.averaging.loop_status import LoopStatus
 
+APPLY = pytest.mark.parametrize("apply", ["arrival", "round_end"])
 
-def play(step_s: tuple[float, ...], round_s: float, rounds: int, **facts: float) -> Outcome:
+
+def play(step_s: tuple[float, ...], round_s: float, rounds: int, **facts: Any) -> Outcome:
     scenario = Scenario(step_s=step_s, round_s=round_s, rounds=rounds)
     outcome = World(replace(scenario, **facts)).play()
     assert outcome.conserved and outcome.one_chain
@@ -72,6 +74,24 @@ def test_a_codec_that_takes_longer_than_the_exchange_may_voids_no_round(codec_s:
     assert not outcome.voids
 
 
+# ---- records that wait for the end of a round ----------------------------------------------------
+@pytest.mark.parametrize("merge", ["rebase", "reset"])
+def test_a_record_that_waits_for_the_end_of_a_round_holds_none_up(merge: str) -> None:
+    """A round that waited until its send was applied, which waited for the round, never ended."""
+    outcome = play((1.0, 1.2, 1.5), 60.0, 6, stages=2, merge=merge, apply="round_end")
+    assert outcome.rounds == 6
+    assert outcome.committed_share == 1.0
+    assert outcome.every_head_share == 1.0
+
+
+def test_a_group_waits_for_records_that_are_applied_before_the_sends() -> None:
+    """With times that did not know of it, one of these heads was in a single record. How long it
+    takes is known from the second round on."""
+    outcome = play((1.0, 1.1, 1.3), 120.0, 8, apply="round_end", outer_step_s=8.0)
+    assert outcome.committed_share == 1.0
+    assert outcome.every_head_share >= 7 / 8
+
+
 # ---- faults --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["kill", "freeze"])
 def test_who_is_gone_for_a_while_costs_the_others_at_most_one_round(kind: str) -> None:
@@ -91,10 +111,11 @@ def test_a_fork_of_two_halves_ends_in_one_chain_and_no_token_twice() -> None:
     assert outcome.committed >= 6
 
 
+@APPLY
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_happens_tokens_are_conserved(seed: int) -> None:
+def test_whatever_happens_tokens_are_conserved(seed: int, apply: Any) -> None:
     """Of `make simulate` the first ones."""
-    outcome = World(schedule(seed)).play()
+    outcome = World(replace(schedule(seed), apply=apply)).play()
     assert outcome.conserved
     assert outcome.one_chain
 
@@ -130,15 +151,16 @@ def end(*step_s: float, stages: int = 1, limit_s: float = END_S, **facts: Any) -
     return outcome
 
 
+@APPLY
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("ends_at_s", [150.0, 180.0, 207.0, 216.0, 228.0])
 def test_whenever_the_operator_ends_a_run_all_stages_end_together(
-    stages: int, ends_at_s: float
+    stages: int, ends_at_s: float, apply: str
 ) -> None:
     """In the middle of a round, just after a bell, in an exchange: with heads that trained on after
     their last send 10,000 tokens of each replica were lost, and stages stopped a round apart; with
     heads that rang before all had heard, one that had not came 30 s later, alone."""
-    end(1.0, 1.2, stages=stages, ends_at_s=ends_at_s)
+    end(1.0, 1.2, stages=stages, ends_at_s=ends_at_s, apply=apply)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
@@ -229,9 +251,12 @@ def test_with_lost_messages_and_votes_all_leave_and_lose_nothing(seed: int) -> N
     assert outcome.left_s is not None and outcome.left_s < 200.0
 
 
+@APPLY
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_happens_all_leave_a_run_that_is_ended_and_have_nothing_left(seed: int) -> None:
-    scenario = schedule(seed)
+def test_whatever_happens_all_leave_a_run_that_is_ended_and_have_nothing_left(
+    seed: int, apply: Any
+) -> None:
+    scenario = replace(schedule(seed), apply=apply)
     scenario = replace(scenario, rounds=scenario.rounds + 10, ends_at_s=3.3 * scenario.round_s)
     world = World(scenario)
     outcome = world.play()

@@ -1,0 +1,194 @@
+"""What the coordinator says of a send that is under way, with a chain that a test writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from dilocox.dht.identity import Identity
+from dilocox.dht.manifest_sections import OuterSpec
+from dilocox.dht.records import ClaimRecord
+from dilocox.dht.swarm_view import SwarmView
+from dilocox.peer.averaging.averager import Applied
+from dilocox.peer.averaging.coordinator import Coordinator, WorkerThread
+from dilocox.peer.averaging.events import Committed, Resynced
+from dilocox.peer.chain.chain_client import State
+from dilocox.peer.rounds.record import SendFacts
+from tests.peer.clocks import TestClock
+from tests.peer.kept_chains import ChainMaker, manifest_of
+from tests.peer.local_peers import local_peer
+
+SENT = 5  # the round of the send
+OLDER = SENT - 1
+DISTANT = "QmOther"
+
+
+class Sending:
+    """The coordinator of a peer whose newest send is open; its looks at the DHT never end, and the
+    group of its send meets in an hour, or met before a restart."""
+
+    def __init__(self, identity: Identity, folder: Path, *, resumed: bool = False, **outer: Any):
+        run = replace(manifest_of(), outer=OuterSpec(**outer))
+        self.donor = donor = ChainMaker(identity, folder, run)
+        self.clock = TestClock()
+        averager: Any = SimpleNamespace(
+            apply=self._apply,
+            encode=lambda plan, last: Future(),
+            settle=lambda number, attempt: answered(None),
+            fetch_state=lambda peer, **facts: answered("a file"),
+            take_state=lambda found: answered(self._state()),
+            is_alive=lambda: True,
+            check_reach=lambda again: Future(),
+        )
+        local = local_peer(
+            donor.peer,
+            manifest=run,
+            layout=donor.layout,
+            folder=donor.own,
+            clock=self.clock,
+            dht=SimpleNamespace(client_mode=False, running=True, bootstraps=()),
+        )
+        never = cast("WorkerThread", SimpleNamespace(submit=lambda call: Future()))
+        self.coordinator = Coordinator(
+            local,
+            averager,
+            watch=cast(Any, SimpleNamespace(manifest=run)),
+            applied=-1,
+            anchor_sha256="b" * 64,
+            sent={SENT: 10} if resumed else {},
+            reader=never,
+            writer=never,
+        )
+        if not resumed:
+            meets_at = self.clock.now + 3600.0
+            facts = SendFacts(tokens=10, step_s=0.5)
+            self.coordinator.submit(SENT, facts, scheduled_at=meets_at, states_taken=0)
+        self.tick()
+
+    def tick(self) -> None:
+        """The coordinator's thread goes on, as far as it can."""
+        for _ in range(4):
+            self.coordinator.tick()
+            self.clock.now += 0.5
+
+    def hear_of_record(self, round_number: int = OLDER) -> None:
+        """A record comes; of the round before, this peer's send is not in it."""
+        self.donor.train(round_number)
+        self.coordinator.chain.committed(round_number, 1.0, None)
+        self.tick()
+
+    def hear_of_state(self) -> None:
+        """Others are so far ahead that a state is fewer bytes than their records."""
+        claim = ClaimRecord(
+            round=OLDER, digest="d" * 64, tokens=1, chain_tokens=99, record_bytes=10**9
+        )
+        view = SwarmView(me=self.donor.peer, claims={DISTANT: claim})
+        for _ in range(2):
+            self.coordinator.chain.tick(view, exchanging=False)
+
+    def end_round(self) -> Committed | Resynced:
+        """The loop lends the anchor, and takes what comes, but for telling so."""
+        self.coordinator.events.lease.offer()
+        self.tick()
+        event = self.coordinator.events.get()
+        assert isinstance(event, Committed | Resynced)
+        return event
+
+    def _apply(self, round_number: int, *, with_own: bool) -> Any:
+        assert with_own is (round_number == SENT)
+        digest = self.donor.log.head().digest
+        return answered(Applied(digest=digest, anchor_sha256="a" * 64, payload_bytes=1))
+
+    def _state(self) -> State:
+        self.donor.train(OLDER)
+        head = self.donor.log.head()
+        return State(
+            round=head.round,
+            digest=head.digest,
+            anchor_sha256="a" * 64,
+            chain_tokens=head.chain_tokens,
+            record=b"",
+            certificate=b"",
+        )
+
+
+def answered(answer: Any) -> Any:
+    """What a call of the averaging process came to."""
+    future: Future[Any] = Future()
+    future.set_result(answer)
+    return future
+
+
+Hears = Callable[[Sending], None]
+WAITS = pytest.mark.parametrize(
+    "hears", [Sending.hear_of_record, Sending.hear_of_state], ids=["record", "state"]
+)
+
+
+@WAITS
+@pytest.mark.parametrize("merge", ["rebase", "reset"])
+def test_a_round_ends_with_a_newer_send_open_where_something_older_waits_for_its_end(
+    identities: list[Identity], tmp_path: Path, hears: Hears, merge: str
+) -> None:
+    """The send's exchange waits for it, as it waits for the round's end, which never came."""
+    peer = Sending(identities[0], tmp_path, merge=merge, apply="round_end")
+    assert peer.coordinator.undecided, "and nothing waits"
+    hears(peer)
+    assert peer.coordinator.newest_round < SENT == peer.coordinator.driver.sent_round
+    assert peer.coordinator.applying and not peer.coordinator.undecided
+    event = peer.end_round()
+    assert not peer.coordinator.undecided, "the loop has not taken it"
+    event.taken.set()
+    peer.tick()
+    assert not peer.coordinator.applying and peer.coordinator.newest_round == OLDER
+    # of a state the loop undoes its send; after a record that is to be decided yet
+    assert peer.coordinator.undecided is isinstance(event, Committed)
+
+
+@WAITS
+@pytest.mark.parametrize(
+    "outer",
+    [{"apply": "arrival"}, {"merge": "none", "apply": "round_end"}],
+    ids=["arrival", "none"],
+)
+def test_where_nothing_waits_for_its_end_a_round_waits_for_the_open_send(
+    identities: list[Identity], tmp_path: Path, hears: Hears, outer: dict[str, Any]
+) -> None:
+    peer = Sending(identities[0], tmp_path, **outer)
+    hears(peer)
+    assert peer.coordinator.applying and peer.coordinator.undecided
+
+
+def test_a_round_waits_for_a_send_that_is_not_handed_over_whatever_waits_for_its_end(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    peer = Sending(identities[0], tmp_path, merge="rebase", apply="round_end")
+    peer.hear_of_record()
+    peer.coordinator.submit(
+        SENT + 1, SendFacts(tokens=10), scheduled_at=peer.clock.now, states_taken=0
+    )
+    assert peer.coordinator.undecided
+    peer.coordinator.tick()
+    assert not peer.coordinator.undecided
+
+
+def test_a_send_whose_record_waited_longer_than_anybody_is_asked_for_it_is_not_void(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    """It was presumed void as its record was applied; that is what its peer told of itself."""
+    peer = Sending(identities[0], tmp_path, resumed=True, apply="round_end")
+    peer.hear_of_record(SENT)
+    waits_until = peer.clock.now + 2 * peer.donor.manifest.deadlines.record_lifetime_s
+    while peer.clock.now < waits_until:
+        peer.tick()
+    event = peer.end_round()
+    event.taken.set()
+    peer.tick()
+    assert not peer.coordinator.undecided
+    assert peer.coordinator.driver.voids == 0 and peer.coordinator.events.get() is None

@@ -12,7 +12,7 @@ its own and 4 windows of 512 tokens an inner step; OpenDiLoCo's inner AdamW (4e-
 0.95, decay 0.1) and outer Nesterov (0.7, 0.9), a constant rate after a warm-up of 100 steps.
 
     data parallel   the workers' gradients are averaged at every inner step
-    DiLoCo          synchronous, 16 bits, H = 50 and 500
+    DiLoCo          synchronous, 16 bits, H = 50 and 500; at 50 also with the manifest's outer step
     ours            overlapped (a record arrives a quarter of a round after its send), 4 bits, with
                     the manifest's outer step
     Muon            inner Muon instead of AdamW, synchronous with 16 bits, and ours with 2 bits
@@ -62,6 +62,7 @@ END = "<end>"
 ADAMW = InnerSpec(learning_rate=4e-4, schedule="constant")
 MUON = replace(ADAMW, optimizer="muon", muon_learning_rate=1e-3)
 OPENDILOCO = OuterSpec(merge="none", learning_rate=0.7, momentum=0.9)
+SYNCHRONOUS = OuterSpec(merge="none")
 FULL, FOUR_BIT, TWO_BIT = (CodecSpec(scheme="dense", bits=bits) for bits in (16, 4, 2))
 
 
@@ -127,16 +128,13 @@ QUICK = Size(
 
 @dataclass(frozen=True, kw_only=True)
 class Contestant:
-    """A row. inner_steps: H; None: gradients are averaged. share: of the inner steps that it
-    makes, where its steps take longer.
-    """
+    """A row. inner_steps: H; None: gradients are averaged."""
 
     name: str
     inner_steps: int | None
     outer: OuterSpec = field(default_factory=OuterSpec)
     codec: CodecSpec = FULL
     inner: InnerSpec = ADAMW
-    share: float = 1.0
 
 
 def contestants(size: Size) -> list[Contestant]:
@@ -146,21 +144,22 @@ def contestants(size: Size) -> list[Contestant]:
         Contestant(name="data parallel", inner_steps=None),
         Contestant(name=f"DiLoCo, H = {short}", inner_steps=short, outer=OPENDILOCO),
         Contestant(name=f"DiLoCo, H = {long}", inner_steps=long, outer=OPENDILOCO),
+        Contestant(
+            name=f"DiLoCo, outer of ours, H = {short}", inner_steps=short, outer=SYNCHRONOUS
+        ),
         Contestant(name=f"ours, H = {short}", inner_steps=short, codec=FOUR_BIT),
         Contestant(name=f"ours, H = {long}", inner_steps=long, codec=FOUR_BIT),
         Contestant(
             name=f"Muon, H = {short}",
             inner_steps=short,
-            outer=replace(OuterSpec(), merge="none"),
+            outer=SYNCHRONOUS,
             inner=MUON,
-            share=0.5,
         ),
         Contestant(
             name=f"ours, Muon, H = {short}",
             inner_steps=short,
             codec=TWO_BIT,
             inner=MUON,
-            share=0.5,
         ),
     ]
 
@@ -309,7 +308,10 @@ def part_file(prepared: Path, worker: int) -> Path:
 
 def prepare(folder: Path, size: Size, steps: int) -> None:
     """Text, tokenizer, and every worker's windows, unless the folder has them."""
-    if (folder / "held_out.npy").exists():
+    made_for, asked = folder / "made-for.txt", f"{size}, {steps} steps\n"
+    if made_for.exists():
+        if made_for.read_text() != asked:
+            raise SystemExit(f"{folder} holds windows of other sizes: remove it, or name another")
         return
     folder.mkdir(parents=True, exist_ok=True)
     text = folder / "text.txt"
@@ -327,6 +329,7 @@ def prepare(folder: Path, size: Size, steps: int) -> None:
             made.result()
     held_out = held_out_windows(data, size.length, size.held_out)
     np.save(folder / "held_out.npy", held_out.numpy())
+    made_for.write_text(asked)
 
 
 def installed_text(limit: int) -> Iterator[bytes]:
@@ -408,7 +411,7 @@ def run_all(
     children = {
         row.name: context.Process(
             target=contest,
-            args=(reports, row, size, max(1, int(row.share * steps)), prepared, dict(options)),
+            args=(reports, row, size, steps, prepared, dict(options)),
             daemon=True,
         )
         for row in rows
@@ -443,7 +446,9 @@ def run_all(
 
 
 def show(found: Mapping[str, Sequence[Point]], size: Size, report: Report) -> None:
-    """The table: a column for each long round's end that a row of data parallel reached."""
+    """The table: a column for each end of a long round; bytes are those of the last point that data
+    parallel has, too.
+    """
     marks = sorted(
         {p.steps for points in found.values() for p in points if p.steps % size.long == 0}
     )
@@ -458,8 +463,8 @@ def show(found: Mapping[str, Sequence[Point]], size: Size, report: Report) -> No
     for name, points in by_steps.items():
         losses = [points[mark].loss if mark in points else None for mark in marks]
         common = [mark for mark in marks if mark in points and mark in beside]
-        last = points[max(points)] if points else None
-        over = points[common[-1]].loss / beside[common[-1]].loss - 1 if common else None
+        last = points[common[-1]] if common else None
+        over = last.loss / beside[last.steps].loss - 1 if last else None
         rows.append((name, *losses, last.sent / MB if last else None, over))
     report.table(columns, rows, title="nats a token of held-out text, by tokens of all workers")
     lines = {

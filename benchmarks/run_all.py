@@ -69,9 +69,17 @@ def no_links() -> str:
     return f"no shaped links here: {reason}" if reason else ""
 
 
-def no_gpu() -> str:
-    """Why there is no GPU here."""
-    return "" if torch.cuda.is_available() else "no GPU here"
+def no_gpu(at_least_gb: float = 0.0) -> str:
+    """Why there is no GPU here, or none of this size."""
+    if not torch.cuda.is_available():
+        return "no GPU here"
+    size = torch.cuda.get_device_properties(0).total_memory / 1e9
+    return "" if size >= at_least_gb else f"a GPU of {at_least_gb:.0f} GB is needed"
+
+
+def no_large_gpu() -> str:
+    """Why there is none that all rows of one_gpu.py fit on."""
+    return no_gpu(100.0)
 
 
 BENCHES = (
@@ -153,7 +161,7 @@ BENCHES = (
         name="one-gpu",
         script="one_gpu.py",
         arguments=("--compile", "--steps", "500", "--minutes", "5"),
-        needs=no_gpu,
+        needs=no_large_gpu,
         limit_s=600,
     ),
     Bench(name="slow-peer", script="slow_peer.py", arguments=("--rounds", "4"), limit_s=600),

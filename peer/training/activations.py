@@ -16,7 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -66,7 +70,7 @@ def activation_bytes(
         )
         try:
             return _one_microbatch(manifest, module, passes, living)
-        except DataDependentOutputException:
+        except (DataDependentOutputException, DynamicOutputShapeException):
             return None
 
 

@@ -125,9 +125,9 @@ def _refused(error: ValidationError, *kinds: str) -> FrameRefused:
     odd = error.errors(include_url=False)[0]
     name = ".".join(map(str, odd["loc"])) or "it"
     value = None if odd["type"] == "missing" else odd["input"]
-    kind = name.partition(".")[0]
+    kind = odd["loc"][0] if odd["loc"] else ""
     message = f"{repr(name)[1:-1][:MAX_NAME]} is {show(value)}: {odd['msg']}"
-    return FrameRefused(kind if kind in kinds else "header", message)
+    return FrameRefused(str(kind) if kind in kinds else "header", message)
 
 
 def _plain(value: object) -> bool:
@@ -254,7 +254,7 @@ class Frame:
         default_factory=dict[str, object]
     )
     letter: StrictBytes = b""
-    payload: Annotated[bytes, Field(max_length=0)] = b""  # none in a header: it comes behind
+    payload: bytes = b""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,6 +356,8 @@ _FRAME = TypeAdapter(Frame)
 
 def _checked(values: object) -> Frame:
     """The frame of these fields, each of its type and within its bounds."""
+    if isinstance(values, dict) and "payload" in values:
+        raise FrameRefused("header", "unknown field 'payload'")  # it comes behind
     try:
         frame = _FRAME.validate_python(values)
     except ValidationError as error:

@@ -168,6 +168,8 @@ DUE = payload_bytes("forward", "bf16", 2)
         ({"facts": {"x": [0] * 257}}, "header"),
         ({"facts": {str(i): 0 for i in range(257)}}, "header"),
         ({"fact": 1}, "header"),
+        ({"kind.x": 1}, "header"),
+        ({"payload": b""}, "header"),
         ({b"kind": 1}, "header"),
     ],
     ids=str,

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dilocox.dht.errors import EnvironmentFault
+from dilocox.dht.errors import BootstrapsSilent, EnvironmentFault
 from dilocox.dht.invite import TcpAddress, bootstrap_address, listen_address
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def check_ports(listen: Sequence[str]) -> None:
 def reachable_bootstraps(bootstraps: Sequence[str], patience_s: float) -> tuple[str, ...]:
     """Those addresses that accept a TCP connection.
 
-    Asks again until one does; raises `EnvironmentFault` that names them all after `patience_s`.
+    Asks again until one does; raises `BootstrapsSilent` that names them all after `patience_s`.
     """
     deadline = time.monotonic() + min(patience_s, BOOTSTRAP_PATIENCE_S)
     while True:
@@ -88,7 +88,7 @@ def reachable_bootstraps(bootstraps: Sequence[str], patience_s: float) -> tuple[
             return reachable
         if time.monotonic() >= deadline:
             tried = ", ".join(f"{address} ({fault})" for address, fault in faults.items())
-            raise EnvironmentFault(
+            raise BootstrapsSilent(
                 f"no bootstrap can be reached: {tried}; check that this machine is online, "
                 "that the bootstrap runs and that the invite is current"
             )
@@ -101,7 +101,7 @@ def wait_for_bootstrap(bootstraps: Sequence[str]) -> None:
     while True:
         try:
             reachable_bootstraps(bootstraps, BOOTSTRAP_PATIENCE_S)
-        except EnvironmentFault as error:
+        except BootstrapsSilent as error:
             if not told:
                 logger.warning("%s; trying until one can be", error)
             told = True

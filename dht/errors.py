@@ -38,3 +38,7 @@ class EnvironmentFault(DilocoxError):
     """The machine or the network is not as needed: no bootstrap answers, disk full, port in use."""
 
     exit_code = 1
+
+
+class BootstrapsSilent(EnvironmentFault):
+    """No bootstrap of the invite answers now; who has been in the run comes back when one does."""

@@ -75,7 +75,8 @@ def join_run(
 
     Raises:
         InvalidInput: the invite and the manifest do not belong together.
-        EnvironmentFault: no bootstrap answers, or a port is in use.
+        BootstrapsSilent: no bootstrap answers.
+        EnvironmentFault: a port is in use.
     """
     # hivemind's processes work under fork only; Python's default will change
     multiprocessing.set_start_method("fork", force=True)

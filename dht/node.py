@@ -44,7 +44,7 @@ from dilocox.dht.addresses import (
     reachable_bootstraps,
 )
 from dilocox.dht.clock import RunClock
-from dilocox.dht.errors import DilocoxError, EnvironmentFault
+from dilocox.dht.errors import BootstrapsSilent, DilocoxError, EnvironmentFault
 from dilocox.dht.identity import Identity, peer_id_bytes_of
 from dilocox.dht.invite import bootstrap_address, listen_address
 from dilocox.dht.keepers import Keepers
@@ -217,7 +217,8 @@ def open_dht(
     `leads_time`: the others follow this node's clock, not it theirs.
     `find_reach`: asks others whether they reach this node; where they do not it only dials out.
     Call it before CUDA is touched. Raises `InvalidInput` for an address that is none,
-    `EnvironmentFault` when a port is in use or no bootstrap answers; then nothing is left behind.
+    `EnvironmentFault` when a port is in use, `BootstrapsSilent` when none answers; then nothing is
+    left behind.
     """
     deadline = time.monotonic() + startup_s
     for address in announce:
@@ -229,7 +230,7 @@ def open_dht(
     try:
         if bootstraps:
             reachable = reachable_bootstraps(bootstraps, 0.0 if alone else startup_s)
-    except EnvironmentFault as error:
+    except BootstrapsSilent as error:
         if not alone:
             raise
         logger.warning("%s; continuing without it", error)
@@ -257,7 +258,7 @@ def open_dht(
         if reachable and not dht.meets(reachable, max(1.0, deadline - time.monotonic())):
             silent = f"no answer from the bootstraps {', '.join(reachable)}"
             if not alone:
-                raise EnvironmentFault(
+                raise BootstrapsSilent(
                     f"{silent} within {startup_s:.0f} s, though they can be connected to: is "
                     "this machine or theirs overloaded?"
                 )

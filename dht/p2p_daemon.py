@@ -27,7 +27,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from dilocox.dht.addresses import FindReach, Reachability
 from dilocox.dht.clock import OffsetSample, RunClock, median_offset
-from dilocox.dht.errors import EnvironmentFault
+from dilocox.dht.errors import BootstrapsSilent, EnvironmentFault
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import bootstrap_address, listen_address
 from dilocox.dht.rpc import LoopThread
@@ -215,7 +215,7 @@ class DaemonOwner:
     async def _first_measurement(self) -> None:
         while not await self.measure(self._options.reachable):
             if time.monotonic() > self._deadline:
-                raise EnvironmentFault(
+                raise BootstrapsSilent(
                     f"no answer from the bootstraps {', '.join(self._options.bootstraps)}: "
                     "check that they run the same version of dilocox"
                 )

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar, cast
 
 from dilocox.dht.admission import Admission
 from dilocox.dht.clock import RunClock
-from dilocox.dht.errors import EnvironmentFault, InvalidInput, UnknownRun
+from dilocox.dht.errors import BootstrapsSilent, InvalidInput, UnknownRun
 from dilocox.dht.identity import Identity, peer_id_bytes_of
 from dilocox.dht.manifest import Manifest, SignedManifest
 from dilocox.dht.node import NoAnswer, RunDHT, StoredValue
@@ -152,7 +152,7 @@ class Swarm:
         """Find the manifest of a run and check that it is the operator's.
 
         Raises `InvalidInput` when what the swarm has does not fit the run id, `UnknownRun` when it
-        has none, `EnvironmentFault` when it does not answer.
+        has none, `BootstrapsSilent` when it does not answer.
         """
         deadline = time.monotonic() + timeout_s
         key = manifest_key(run_id)
@@ -174,7 +174,7 @@ class Swarm:
             time.sleep(min(FETCH_PAUSE_S, left))
         if answered and self.bootstrap_answers(CALL_TIMEOUT_S):
             raise UnknownRun(f"the bootstraps answer but know no run {run_id}: check the invite")
-        raise EnvironmentFault(
+        raise BootstrapsSilent(
             f"no manifest of run {run_id} within {timeout_s:.0f} s: "
             "check that this machine is online and that the bootstrap runs"
         )

@@ -21,7 +21,7 @@ import torch
 
 from dilocox import __version__
 from dilocox.dht.addresses import wait_for_bootstrap
-from dilocox.dht.errors import EnvironmentFault
+from dilocox.dht.errors import BootstrapsSilent, EnvironmentFault
 from dilocox.dht.identity import Identity
 from dilocox.dht.join import Joined, join_run
 from dilocox.dht.manifest import warnings
@@ -316,6 +316,11 @@ def run_peer(options: PeerOptions) -> int:
                 start_again()
         except StopRequested:
             logger.info("left: stopped on request, before training began")
+        except BootstrapsSilent as error:  # they went away while this peer joined
+            if not folder.took_part(options.invite.run_id):
+                raise
+            logger.warning("%s; trying again", error)
+            start_again()
         except RecordRefused as error:  # of our own log: what peers send is refused elsewhere
             raise EnvironmentFault(str(error)) from error
         except (Move, Revised) as reason:

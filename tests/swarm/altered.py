@@ -16,6 +16,7 @@ older                       reads the operator's first manifest, and no revision
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import mmap
 import os
@@ -346,7 +347,8 @@ def lie(step_s: float, how: str) -> None:
     def first(scheduled_at: float, now: float, *, may_lead: bool) -> float:
         return scheduled_at - 0.5
 
-    async def lead(self: averager.StageAverager, request: Any, context: Any) -> AsyncIterator[Any]:
+    @functools.wraps(join)  # hivemind reads what it takes and gives off its annotations
+    async def lead(self: Any, request: Any, context: Any) -> AsyncIterator[Any]:
         loads, dumps = self.serializer.loads, self.serializer.dumps
         async for message in join(self, request, context):
             for place, peer in enumerate(message.ordered_peer_ids):

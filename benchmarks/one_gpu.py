@@ -47,6 +47,8 @@ from torch import Tensor, nn
 # a script has only its own folder on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.gpu import SIZES
+from benchmarks.gpu import Size as Shape
 from benchmarks.report import Column, Report, parser
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.manifest import CodecSpec, DataSpec, InnerSpec, OuterSpec, RoundSpec
@@ -70,10 +72,7 @@ FULL, FOUR_BIT, TWO_BIT = (CodecSpec(scheme="dense", bits=bits) for bits in (16,
 class Size:
     """A model, its workers, and the text for them; long, short: the two H."""
 
-    hidden: int = 1024
-    intermediate: int = 2688
-    layers: int = 12
-    heads: int = 16
+    shape: Shape = SIZES["150m"]
     vocabulary: int = 8192
     workers: int = 4
     windows: int = 4
@@ -86,21 +85,9 @@ class Size:
     text_mb: float = 80.0
 
     def model(self) -> dict[str, Any]:
-        """As a manifest has it."""
-        return {
-            "model_type": "llama",
-            "vocab_size": self.vocabulary,
-            "hidden_size": self.hidden,
-            "intermediate_size": self.intermediate,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.heads,
-            "max_position_embeddings": 2048,
-            "tie_word_embeddings": False,
-            "bos_token_id": None,
-            "eos_token_id": 0,
-            "pad_token_id": 0,
-        }
+        """As a manifest has it, with the vocabulary that was learnt."""
+        model: dict[str, Any] = self.shape.description()["model"]
+        return model | {"vocab_size": self.vocabulary, "eos_token_id": 0}
 
     @property
     def tokens_per_step(self) -> int:
@@ -109,10 +96,7 @@ class Size:
 
 
 QUICK = Size(
-    hidden=64,
-    intermediate=128,
-    layers=2,
-    heads=2,
+    shape=SIZES["quick"],
     vocabulary=512,
     workers=2,
     windows=2,

@@ -182,7 +182,7 @@ class DaemonOwner:
     def _explained(self, reason: str) -> EnvironmentFault:
         options = self._options
         if "bootstrap" in reason:
-            return EnvironmentFault(
+            return BootstrapsSilent(
                 f"{', '.join(options.reachable)} accept connections but are no bootstrap "
                 "of that peer id: check that the invite is current"
             )

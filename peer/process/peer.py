@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from dilocox import __version__
-from dilocox.dht.addresses import wait_for_bootstrap
+from dilocox.dht.addresses import BETWEEN_TRIES_S, wait_for_bootstrap
 from dilocox.dht.errors import BootstrapsSilent, EnvironmentFault
 from dilocox.dht.identity import Identity
 from dilocox.dht.join import Joined, join_run
@@ -320,6 +320,9 @@ def run_peer(options: PeerOptions) -> int:
             if not folder.took_part(options.invite.run_id):
                 raise
             logger.warning("%s; trying again", error)
+            if stop.event.wait(BETWEEN_TRIES_S):
+                logger.info("left: stopped on request")
+                return 0
             start_again()
         except RecordRefused as error:  # of our own log: what peers send is refused elsewhere
             raise EnvironmentFault(str(error)) from error

@@ -33,6 +33,7 @@ def test_who_has_been_in_a_run_is_not_lost_where_its_bootstraps_go_away_meanwhil
     monkeypatch.setattr(peer, "wait_for_bootstrap", lambda _: None)
     monkeypatch.setattr(peer, "join_run", silent)
     monkeypatch.setattr(peer, "start_again", again)
+    monkeypatch.setattr(peer, "BETWEEN_TRIES_S", 0.0)
     options = PeerOptions(invite=INVITE, state=tmp_path)
     if has_been_in_it:
         (tmp_path / f"{RUN}-stage1").mkdir()

@@ -23,6 +23,6 @@ def centered(parts: Tensor, weights: Sequence[float]) -> Tensor:
     shares = torch.tensor(weights, dtype=torch.float64) / sum(weights)
     for _ in range(STEPS):
         away = values - centre
-        by = factors("clip", [float(norm) for norm in away.norm(dim=1)], torch.Tensor)
+        by = factors("clip", [float(norm) for norm in away.norm(dim=1)], (), torch.Tensor)
         centre = centre + (shares * torch.tensor(by, dtype=torch.float64)) @ away
     return centre.float()

@@ -108,7 +108,7 @@ class AttackedSwarm(LocalSwarm):
                 for place, member in enumerate(self._members)
             }
             vectors, counted = super().exchange(
-                [messages[n] for n in self._members], bounded_weights(stated, ())
+                [messages[n] for n in self._members], bounded_weights(stated, {})
             )
             blamed = self._blamed()
             if not blamed or len(blamed) >= len(self._members):

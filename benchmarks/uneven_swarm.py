@@ -142,7 +142,7 @@ class UnevenSwarm(LocalSwarm):
         """As in LocalSwarm, each member weighed by its tokens."""
         unit = gcd(*self._tokens)
         stated = {str(n): tokens // unit for n, tokens in enumerate(self._tokens)}
-        return super().exchange(messages, bounded_weights(stated, ()))
+        return super().exchange(messages, bounded_weights(stated, {}))
 
     def reduce(
         self, phase: int, reducer: int, values: Mapping[str, Tensor], weight: Mapping[str, int]

@@ -4,12 +4,14 @@ Its unix sockets lie in one private folder, so that all of them can be removed a
 puts a socket for p2pd and one for every client of it into /tmp under random names, readable by
 everybody, and leaves them there when a process is killed. Here its prefix points into a folder of
 mode 0700 that the processes of one peer share; whoever of them is left in the end removes it whole.
-Memory that the processes share has no name at all.
+Where nobody was, the next start of a peer or bootstrap on this machine does: each holds a lock on
+its folders that ends with the last of its processes. Memory that they share has no name at all.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 import shutil
@@ -105,9 +107,12 @@ torch.multiprocessing.set_sharing_strategy("file_descriptor")  # pyright: ignore
 
 _HIVEMINDS_PREFIX = P2P._UNIX_SOCKET_PREFIX  # pyright: ignore[reportPrivateUsage]
 
+LOCK = "dilocox.lock"  # in a folder, held by whoever uses it
+
 _folder: Path | None = None
 _users = 0
 _owner_pid = 0
+_locks: dict[Path, int] = {}  # descriptors, which forked processes share
 
 
 def acquire() -> Path:
@@ -116,8 +121,10 @@ def acquire() -> Path:
     if _owner_pid != os.getpid():  # forked from a process that has a node of its own
         _folder, _users, _owner_pid = None, 0, os.getpid()
     if _folder is None:
+        _remove_what_nobody_uses()
         try:
             _folder = Path(tempfile.mkdtemp(prefix="dilocox-"))
+            _lock(_folder)
         except OSError as error:
             raise EnvironmentFault(
                 f"no folder for sockets can be made ({error.strerror}): set TMPDIR to a folder "
@@ -125,12 +132,12 @@ def acquire() -> Path:
             ) from error
         if len(str(_folder)) > MAX_FOLDER_LENGTH:
             long, _folder = _folder, None
-            remove(long)
+            _give_up(long)
             raise EnvironmentFault(
                 f"the path {long} is too long for sockets: set TMPDIR to a shorter path"
             )
         _point_hivemind_to(f"/unix{_folder}/")
-        shared_memory_folder()
+        _lock(shared_memory_folder())
     _users += 1
     return _folder
 
@@ -140,9 +147,36 @@ def release() -> None:
     global _folder, _users
     _users -= 1
     if _users == 0 and _folder is not None:
-        remove(_folder)
+        _give_up(_folder)
         _folder = None
         _point_hivemind_to(_HIVEMINDS_PREFIX)
+
+
+def _lock(folder: Path) -> None:
+    """Hold the folder for this process and those that it forks; once is enough."""
+    if folder not in _locks:
+        new = folder / f"{LOCK}.new"
+        _locks[folder] = descriptor = os.open(new, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        new.rename(folder / LOCK)  # seen by others only once it is held
+
+
+def _give_up(folder: Path) -> None:
+    remove(folder)
+    os.close(_locks.pop(folder))
+
+
+def _remove_what_nobody_uses() -> None:
+    """Folders of processes that were killed before they had forked one that tidies up."""
+    for pattern in ("dilocox-*", "pymp-*"):
+        for lock in Path(tempfile.gettempdir()).glob(f"{pattern}/{LOCK}"):
+            with contextlib.suppress(OSError):  # held, another user's, or just gone
+                descriptor = os.open(lock, os.O_RDWR)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    remove(lock.parent)
+                finally:
+                    os.close(descriptor)
 
 
 def remove(folder: Path, patience_s: float = 0.0) -> None:

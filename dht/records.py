@@ -265,7 +265,7 @@ class ClaimRecord(Record):
     rules: that it was made under (`operation.rules` of the manifest).
     revision: of the manifest, the newest that this peer knows.
     idle: whether it neither trains nor has learnt anything that no record holds.
-    stuck: whether its rounds since that record have ended void.
+    stuck: whether its sends since that record came to nothing, three or more.
     written: by the operator's archive, what the model writes now after the run's prompt.
     """
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -34,17 +34,13 @@ from dilocox.peer.rounds.rank_choice import facts_of, following_window, next_inn
 from dilocox.peer.rounds.record import Contribution, RoundFacts
 from dilocox.peer.rounds.standing import (
     Standing,
+    credits,
     following_standings,
     most_tokens,
     sitting_out,
+    voters,
 )
-from dilocox.peer.rounds.vote_count import (
-    Verdict,
-    Vote,
-    decide,
-    exclusion,
-    may_start,
-)
+from dilocox.peer.rounds.vote_count import Verdict, Vote, decide, exclusion, may_start
 
 RECORD_BYTES = 1_000_000
 PHASES = 2
@@ -243,9 +239,8 @@ class Meetings:
     def start(self, group: dict[str, SimulatedAverager]) -> None:
         """The group stands: what attempt_setup checks of it, then the exchange."""
         orders = {peer: each.order for peer, each in group.items()}
-        blamed = _excluded(
-            [order.abort for order in orders.values() if order.plan.attempt], orders.keys()
-        )
+        aborts = [order.abort for order in orders.values() if order.plan.attempt]
+        blamed = _excluded(aborts, orders.keys(), _voters(orders))
         for peer in blamed & group.keys():
             group[peer].fail("the others leave this peer out of the repeated attempt")
         group = {peer: each for peer, each in sorted(group.items()) if peer not in blamed}
@@ -281,6 +276,7 @@ class _Exchange:
         self._lines = meetings.lines
         self._group = group
         self._orders = {peer: each.order for peer, each in group.items()}
+        self._voters = _voters(self._orders)
         self._beats = {peer: each.stumbles for peer, each in group.items()}
         self._began = self._lines.network.timeline.now
         self._codec_s = self._limit_s = 0.0
@@ -294,7 +290,7 @@ class _Exchange:
             self._meetings.manifest.deadlines,
             PHASES,
             growth=1.0,
-            stated=[order.codec_s for order in self._orders.values()],
+            stated=[self._orders[peer].codec_s for peer in self._voters],
         )
         self._limit_s = deadlines.exchange_s + PHASES * codec_s
         encoded_at = max(each.encoded_at for each in self._group.values())
@@ -341,7 +337,8 @@ class _Exchange:
     def _make_record(self) -> SimulatedRecord:
         orders, network = self._orders, self._lines.network
         order = next(iter(orders.values()))
-        most = min(order.tokens_cap, most_tokens(each.tokens for each in orders.values()))
+        stated = {peer: each.tokens for peer, each in orders.items()}
+        most = min(order.tokens_cap, most_tokens(stated, self._voters))
         members = [
             Contribution(peer=peer, tokens=min(each.tokens, most), **each.times)
             for peer, each in orders.items()
@@ -352,7 +349,8 @@ class _Exchange:
         window = () if last is None else last.window
         rounds = self._meetings.manifest.rounds
         current = rounds.inner_steps if last is None else last.next_inner_steps
-        facts = facts_of(ranks=(), needed=(), times=members)
+        times = [each for each in members if each.peer in self._voters]
+        facts = facts_of(ranks=(), needed=(), times=times)
         window = following_window(window, facts)
         steps = next_inner_steps(
             current, window, low=rounds.min_inner_steps, high=rounds.max_inner_steps
@@ -404,12 +402,13 @@ class _Exchange:
         return self.result(peer, heard)
 
     def _blamed(self, peer: str, heard: Collection[Vote]) -> tuple[str, ...]:
-        found = exclusion(heard, set(self._group) - {vote.voter for vote in heard})
+        counting = [vote for vote in heard if vote.voter in self._voters]
+        found = exclusion(counting, set(self._group) - {vote.voter for vote in heard})
         return tuple(each for each in found if each != peer)
 
     def result(self, peer: str, heard: Collection[Vote]) -> AttemptResult:
         """The verdict as these votes show it; a record that is committed is logged."""
-        decision = decide(sorted(self._group), heard)
+        decision = decide(self._voters, heard)
         record: bytes | None = None
         if decision.verdict is Verdict.COMMITTED and self.record is not None:
             self._group[peer].log.append(self.record)
@@ -631,11 +630,19 @@ def _packed(abort: Vote) -> bytes:
     return json.dumps([abort.voter, list(abort.missed)]).encode()
 
 
-def _excluded(stated: Iterable[bytes], members: Iterable[str]) -> set[str]:
+def _voters(orders: Mapping[str, ExchangeOrder]) -> frozenset[str]:
+    """Those of a group, of whom each brings its order, whose votes count."""
+    order = next(iter(orders.values()))
+    before = () if order.last is None else order.last.standings
+    return voters(credits(orders, before, order.plan.round))
+
+
+def _excluded(stated: Iterable[bytes], members: Iterable[str], voting: Collection[str]) -> set[str]:
     """Whom the aborts of the first attempt blame, as the members of the second one state them."""
     votes: dict[str, Vote] = {}
     for data in stated:
         if data:
             voter, missed = json.loads(data)
-            votes[voter] = Vote(voter=voter, digest=None, missed=tuple(missed))
+            if voter in voting:
+                votes[voter] = Vote(voter=voter, digest=None, missed=tuple(missed))
     return set(exclusion(votes.values(), set(members) - votes.keys()))

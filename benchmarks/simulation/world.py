@@ -17,6 +17,7 @@ from benchmarks.simulation.averaging import (
 from benchmarks.simulation.clock import START, Timeline
 from benchmarks.simulation.dht import Network, SimulatedDHT
 from benchmarks.simulation.peer import REPLICA_S, Books, SimulatedPeer
+from benchmarks.simulation.strangers import Strangers
 from benchmarks.simulation.witness import BOOTSTRAP, Keeping, SimulatedWitness
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_revisions import RunState, in_state
@@ -53,6 +54,7 @@ class Scenario:
     merge, apply: of the manifest's section `outer`.
     write_s: seconds that the loop is busy between a send and its handing over.
     tick_s: what every tick of a coordinator takes longer.
+    strangers: keys that lie in the DHT once the run has had `strangers_after` rounds.
     """
 
     step_s: tuple[float, ...]
@@ -76,6 +78,8 @@ class Scenario:
     deaf: tuple[tuple[int, float], ...] = ()
     merge: Literal["rebase", "reset"] = "rebase"
     apply: Literal["arrival", "round_end"] = "arrival"
+    strangers: int = 0
+    strangers_after: float = 3.0
     faults: tuple[Fault, ...] = ()
 
 
@@ -317,6 +321,10 @@ class World:
                 self._later(self.random.random(), lambda n=name, s=stage: self.start(n, stage=s))
         for fault in scenario.faults:
             self._later(fault.at_s, lambda each=fault: self._hurt(each))
+        if scenario.strangers:
+            world = self.timeline, self.dht, self.manifest, self.run, self._round
+            strangers = Strangers(scenario.strangers, *world)
+            self._later(scenario.strangers_after * scenario.round_s, strangers.tell)
         span_s = scenario.rounds * scenario.round_s * 1.5 * min(scenario.step_s)
         end = START + max([span_s, *(fault.at_s + fault.seconds for fault in scenario.faults)])
         while timeline.now < end and self._round() < scenario.rounds and not self._all_left:

@@ -47,7 +47,6 @@ from dilocox.dht.wire import Malformed
 from dilocox.peer.averaging.follower import ChainFollower
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.averaging.loop_status import LoopStatus
-from dilocox.peer.chain.fork_choice import STUCK_ROUNDS
 from dilocox.peer.rounds.round_end import newest_credible
 
 R = TypeVar("R", bound=Record)
@@ -217,6 +216,7 @@ class Announcer:
         inner_steps: int,
         voids: int,
         own: LoopStatus,
+        stuck: bool = False,
         revision: int = 0,
     ) -> dict[str, Record]:
         """That this peer hosts its stage, and the last record it holds."""
@@ -249,7 +249,7 @@ class Announcer:
             rules=0 if last is None else last.rules,
             revision=revision,
             idle=not own.head and own.unsent_tokens <= 0,
-            stuck=round_number >= head.round + STUCK_ROUNDS,
+            stuck=stuck,
         )
         return {
             stage_key(local.run, local.stage): hosting,

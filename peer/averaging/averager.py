@@ -433,6 +433,7 @@ class StageAverager(PeerService, DecentralizedAverager):
             attempt=plan.attempt,
             group=group,
             members=tuple(member.peer for member in setup.members),
+            voters=setup.voters,
         )
         attempt = Attempt(
             setup,

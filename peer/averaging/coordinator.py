@@ -164,6 +164,7 @@ class Coordinator(threading.Thread):
             first=first_round,
         )
         self.proven_heads = ProvenHeads()
+        self._heads = SwarmView(me=local.me)  # what the heads that count say
         self.joined = threading.Event()
         self.status = LoopStatus()
         self.data_part: tuple[int, int] = (0, 0) if lease is None else (lease.part, 0)
@@ -274,7 +275,7 @@ class Coordinator(threading.Thread):
     @property
     def end_limit_s(self) -> float:
         """How long who has `stopped` waits for its last record; others may take two steps yet."""
-        steps = (min(each.step_s, LONGEST_STEP_S) for each in self.view.leading.values())
+        steps = (min(each.step_s, LONGEST_STEP_S) for each in self._heads.leading.values())
         return self.outcome_limit_s + 2 * max(steps, default=0.0)
 
     @property
@@ -296,7 +297,7 @@ class Coordinator(threading.Thread):
     def holds_alone(self) -> bool:
         """Whether this peer is the last one of its stage, and nobody else has its newest record."""
         others = {peer for peer, each in self.view.stage.items() if each.state != "left"}
-        alone = self.joined.is_set() and len(self.view.counted()) == 1
+        alone = self.joined.is_set() and not self.driver.rivals(self.view)
         number = self.chain.head.round
         held = self.archived or self.view.held_by(others - {self._local.me}, number)
         return alone and not held
@@ -403,7 +404,7 @@ class Coordinator(threading.Thread):
         if whole or now - self._heard_at >= self._rounds.look_s(resting=resting):
             self._heard_at = now
             self._saw_all_at = now if whole else self._saw_all_at
-            wanted = self._rounds.wanted_bells(self.view)
+            wanted = self._rounds.wanted_bells(self._heads)
             # who waits for a record, or for the outcome of a send, looks with every heartbeat
             eager = not stays or self.driver.undecided
             ask = partial(self._read, wanted, self.round, whole=whole, eager=eager)
@@ -436,21 +437,28 @@ class Coordinator(threading.Thread):
         looked = self._reading.result()
         self._reading = None
         self._read_s = max(looked.seconds, FADES * self._read_s)
-        view = self.view
-        self.proven_heads.see(self.chain.last_record, view.stage)
+        view, newest = self.view, self.chain.last_record
+        self.proven_heads.see(newest, view.stage)
+        heads = self._heads = self.proven_heads.counting(
+            view,
+            newest,
+            stage=self._local.stage,
+            head=self.status.head,
+            keepers={*self._dht.bootstraps, self._local.witness},
+        )
         if looked.revised:
             self.announce()  # others hear of it from this peer, too
         if looked.bootstrap is not None:
             self._bootstrap_answered = looked.bootstrap
             self.driver.alone.observe(
                 self._clock.monotonic(),
-                others_in_view=len(set(view.counted()) - {self._local.me}),
+                others_in_view=len(self.driver.rivals(view)),
                 bootstrap_answered=looked.bootstrap,
             )
             self._connectivity.look(view)
         evaluated = [
             (record.val_round, record.val_loss)
-            for record in view.replicas.values()
+            for record in heads.replicas.values()
             if record.val_loss is not None and record.val_round <= self.chain.head.round
         ]
         if evaluated:
@@ -459,14 +467,14 @@ class Coordinator(threading.Thread):
             # training begins when nobody has a record that this peer lacks
             ready = looked.answered and not self.chain.busy and self._stands_on_base()
             if ready and not self.chain.behind(view):
-                self._rounds.start(view, self.chain.head.round)
+                self._rounds.start(heads, self.chain.head.round)
                 self.joined.set()
                 self.announce()
         elif self._mover is not None and not self._leaving:
             free = not self.status.head and self.status.unsent_tokens == 0
             turn = int(self._clock.time() / MOVE_TURN_S)
             self.move_to = self._mover.observe(view.stages, free=free, turn=turn)
-        self._run_ended = view.says_ended(self._local.manifest.end_tokens, self._local.witness)
+        self._run_ended = heads.says_ended(self._local.manifest.end_tokens, self._local.witness)
         return True
 
     @property
@@ -491,7 +499,7 @@ class Coordinator(threading.Thread):
         heard = all(
             (claim := claims.get(head)) is not None
             and (claim.revision >= self.revision if by_operator else claim.chain_tokens >= end)
-            for head in self.view.leading.keys() - {self._local.me}
+            for head in self._heads.leading.keys() - {self._local.me}
         )
         waited_s = now - (self._stopped_at or now)
         overdue = waited_s > manifest.deadlines.record_lifetime_s
@@ -505,7 +513,7 @@ class Coordinator(threading.Thread):
         self._stood_still_since = now if self.paused else None
         self._paused_at = min(self._paused_at, now) if self.paused else float("inf")
         self._ring_now |= self._rounds.follow(
-            self.view,
+            self._heads,
             self._replica_record(status),
             self._clock.time(),
             head=status.head,
@@ -549,6 +557,7 @@ class Coordinator(threading.Thread):
             round_number=self.round,
             inner_steps=self._planned_steps,
             voids=self.driver.voids,
+            stuck=self.driver.stuck,
             own=status,
             revision=self.revision,
         )

@@ -42,6 +42,7 @@ from dilocox.peer.rounds.group import (
 )
 from dilocox.peer.rounds.rank_choice import RoundPlan
 from dilocox.peer.rounds.record import SendFacts, stage_codec
+from dilocox.peer.rounds.standing import credits, voters
 from dilocox.peer.rounds.vote_count import AloneWatch, Verdict
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ NO_GROUP_S = 2.5  # after the scheduled time nobody new joins a group
 LOOKED_AHEAD = 3  # searches of the DHT that a group may take to find itself, beside its least time
 LONGEST_LEAD_S = 30.0
 FIRST_GROUPS = 2  # of a run, that wait for all who say that they train
+STUCK_VOIDS = 3  # in a row, without a new record meanwhile
 SLACK_S = 15.0  # beyond all deadlines of an attempt: the averaging process hangs
 FROZEN_S = 3.0  # ticks come every tenth of a second: after such a gap this machine slept
 
@@ -68,6 +70,7 @@ class _Job:
     states_taken: int = 0  # by the training loop, when it took this send
     resumed: bool = False  # from before a restart: its attempt is not known to the averager
     asked_at: float = 0.0
+    nobody_came: bool = False  # to its group
     plan: Plan | None = None  # of its first attempt, after the newest record
     encoding: Future[float] | None = None
 
@@ -102,6 +105,7 @@ class ExchangeDriver:
             record_lifetime_s=deadlines.record_lifetime_s, heartbeat_s=deadlines.heartbeat_s
         )
         self.voids = 0
+        self._in_vain = "", 0  # the newest record, and how many sends were void since
         self._waited_in_vain = 0  # of the run's first groups, those that others did not come to
 
     @property
@@ -112,6 +116,24 @@ class ExchangeDriver:
     def undecided(self) -> bool:
         """Whether a send is under way."""
         return self._job is not None
+
+    @property
+    def stuck(self) -> bool:
+        """Whether the sends of this peer come to nothing on the record that it has."""
+        digest, count = self._in_vain
+        return digest == self._chain.head.digest and count >= STUCK_VOIDS
+
+    def rivals(self, view: SwarmView) -> frozenset[str]:
+        """The others of the stage without which this peer does not commit alone.
+
+        Anybody can say that it trains. So those do not count who are new where this peer is not;
+        and in a run without a record nobody does once they did not come again and again.
+        """
+        counted, last = view.counted(), self._chain.last_record
+        if last is not None:
+            return voters(credits(counted, last.standings, last.round + 1)) - {self._local.me}
+        others = frozenset(counted) - {self._local.me}
+        return others if self._waited_in_vain < FIRST_GROUPS else frozenset()
 
     @property
     def exchanging(self) -> bool:
@@ -209,7 +231,7 @@ class ExchangeDriver:
                 self._void(job, "behind the others at the scheduled time")
             return
         counted = view.counted()
-        alone = len(counted) == 1
+        alone = len(counted) == 1 or (job.nobody_came and not self.rivals(view))
         if alone and not self.alone.may_commit(self._clock.monotonic()):
             if late > 2 * self._deadlines.record_lifetime_s:
                 self._void(job, "no bootstrap answers, so nobody knows whether this peer is alone")
@@ -226,7 +248,7 @@ class ExchangeDriver:
     ) -> None:
         local, deadlines, last = self._local, self._deadlines, self._chain.last_record
         last_contributors = () if last is None else tuple(m.peer for m in last.members)
-        if last is None and self._waited_in_vain >= FIRST_GROUPS:
+        if alone or (last is None and self._waited_in_vain >= FIRST_GROUPS):
             # anybody can say that it trains, and stay away: then who comes begins the run, and of
             # two that begin it the operator's archive takes one
             counted = (local.me,)
@@ -288,6 +310,10 @@ class ExchangeDriver:
             return
         except (AllreduceException, MatchmakingException) as error:
             logger.debug("round %d: hivemind says: %s", job.round, error)
+            self._waited_in_vain += 1
+            if self.alone.may_commit(self._clock.monotonic()) and not job.nobody_came:
+                job.nobody_came = True  # who is new may have joined another time
+                return
             self._void(job, "no group: this peer and the others did not find each other in time")
             return
         except (Exception, asyncio.CancelledError):  # hivemind hands on the latter as a result
@@ -334,5 +360,7 @@ class ExchangeDriver:
 
     def _void(self, job: _Job, reason: str, *, certain: bool = True) -> None:
         self.voids += 1
+        (on, count), digest = self._in_vain, self._chain.head.digest
+        self._in_vain = digest, count + 1 if on == digest else 1
         self._job = None
         self._events.put(Voided(round=job.round, reason=reason, certain=certain))

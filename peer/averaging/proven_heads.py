@@ -1,20 +1,22 @@
-"""Heads whose replicas learn, as far as peers of other stages can see: they go first where several
-want the same spare (pipeline/reservation.py). Apart from coordinator.py: a rule of its own over
-records.
+"""Heads whose replicas learn, as far as a peer can see: they go first where several want the same
+spare (pipeline/reservation.py), and what they state decides when a round ends. Apart from
+coordinator.py: a rule of its own over records.
 
 A head is in the records of stage 0 alone, which peers of other stages do not keep. But those that
 train with it are in theirs, and say in the DHT, signed, whose replica they are in. Keys that never
 trained anything have nobody of whom the chain says that, however many they are; who is new has
-after a few rounds.
+after a few rounds. Until anybody has, everybody counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from dilocox.dht.records import StageRecord
+from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.rounds.record import RoundRecord
-from dilocox.peer.rounds.standing import FORGOTTEN_ROUNDS
+from dilocox.peer.rounds.standing import FORGOTTEN_ROUNDS, credits, voters
 
 PROVEN_ROUNDS = 3  # a spare may bring what it learnt before into the first one with a new head
 
@@ -38,3 +40,44 @@ class ProvenHeads:
         kept = {h: each for h, each in self._rounds.items() if each[1] > now - FORGOTTEN_ROUNDS}
         self._rounds = kept
         self.peers = frozenset(h for h, (count, _) in kept.items() if count >= PROVEN_ROUNDS)
+
+    def counting(
+        self,
+        view: SwarmView,
+        newest: RoundRecord | None,
+        *,
+        stage: int,
+        head: str,
+        keepers: Collection[str],
+    ) -> SwarmView:
+        """This look at the swarm, with the replicas, bells and tokens of heads that count.
+
+        newest: record of this peer's stage. head: of its replica, if it is in one. keepers: of
+        archives, whose word on the tokens counts, too. Anybody can say that it leads a replica, and
+        ring: the others would wait for as many of them again, or follow them to their times.
+        """
+        if newest is None:
+            return view
+        following = newest.round + 1
+        if stage == 0:
+            leading = view.leading.keys() | {view.me}
+            told = {peer for bells in view.bells.values() for peer in bells}
+            known = credits({*leading, *told, *view.run_claims}, newest.standings, following)
+            heads = voters(known, among=leading)
+        else:
+            voting = voters(credits(view.stage, newest.standings, following))
+            heads = self.peers | {view.stage[peer].replica for peer in voting} | {head}
+            heads -= {""}
+        if not heads:
+            return view
+        replicas = {peer: each for peer, each in view.replicas.items() if peer in heads}
+        bells = {
+            number: {peer: bell for peer, bell in here.items() if peer in heads}
+            for number, here in view.bells.items()
+        }
+        claims = {
+            peer: claim
+            for peer, claim in view.run_claims.items()
+            if peer in heads or peer in keepers
+        }
+        return replace(view, replicas=replicas, bells=bells, run_claims=claims)

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 MAX_NOTED = 1000  # digests or peers
 CREDIT_ROUNDS = 10  # whose contributors stand behind what comes next
 SETTLED_RECORDS = 3  # that the witness vouched for: a fork further back is nobody's to choose
-STUCK_ROUNDS = 5  # after its record a peer is in: two with a send in flight, three ended void
 LEAST_CREDIT = 3  # of those who go on where all others are stuck
 
 

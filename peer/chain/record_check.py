@@ -67,7 +67,8 @@ class RecordCheck:
         if self.manifest.rolled_back(record.round, record.rules):
             raise RecordRefused(f"the operator went back behind round {record.round}")
         rounds, most = self.manifest.rounds, tokens_cap(self.manifest)
-        most = min(most, most_tokens(member.tokens for member in record.members))
+        tokens = {member.peer: member.tokens for member in record.members}
+        most = min(most, most_tokens(tokens, record.voters))
         if not rounds.min_inner_steps <= record.next_inner_steps <= rounds.max_inner_steps:
             raise RecordRefused(f"its next round has {record.next_inner_steps} inner steps")
         if any(member.tokens > most for member in record.members):

@@ -97,6 +97,8 @@ class Ballot:
     """The id of the gathered group."""
     members: tuple[str, ...]
     """The gathered members, those who die later included; sorted, each once."""
+    voters: frozenset[str]
+    """Those of them whose votes count, as the record before says."""
 
     def __post_init__(self) -> None:
         if not self.members or list(self.members) != sorted(set(self.members)):
@@ -185,9 +187,9 @@ class Ballots:
 
     def _hold(self, data: bytes, signed: SignedVote) -> None:
         self._held[data] = signed
-        self.decision = decide(self.ballot.members, (held.vote for held in self._held.values()))
+        self.decision = decide(self.ballot.voters, (held.vote for held in self._held.values()))
 
-    def voters(self) -> set[str]:
+    def voted(self) -> set[str]:
         return {signed.vote.voter for signed in self._held.values()}
 
     def voters_for(self, digest: str) -> set[str]:
@@ -200,15 +202,18 @@ class Ballots:
         return [data for data, signed in self._held.items() if signed.vote.voter in voters]
 
     def missed_by_several(self) -> set[str]:
-        """The members that at least two others missed, as their votes say."""
-        votes = {(s.vote.voter, peer) for s in self._held.values() for peer in s.vote.missed}
+        """The members that at least two others missed, as votes that count say."""
+        votes = {(vote.voter, peer) for vote in self._counting() for peer in vote.missed}
         return {peer for peer, count in Counter(peer for _, peer in votes).items() if count > 1}
 
     def blamed(self) -> tuple[str, ...]:
         """Whom a repeated attempt would leave out, by the votes at hand; never this member."""
-        votes = [signed.vote for signed in self._held.values()]
-        found = exclusion(votes, set(self.ballot.members) - self.voters())
+        found = exclusion(self._counting(), set(self.ballot.members) - self.voted())
         return tuple(peer for peer in found if peer != self.identity.peer_id)
+
+    def _counting(self) -> list[Vote]:
+        votes = (signed.vote for signed in self._held.values())
+        return [vote for vote in votes if vote.voter in self.ballot.voters]
 
     def certificate(self) -> bytes:
         """The winning votes; ValueError where nothing is committed."""
@@ -228,13 +233,20 @@ class Ballots:
 
 
 def excluded_by(
-    aborts: Iterable[bytes], members: Collection[str], *, run: str, stage: int, round_number: int
+    aborts: Iterable[bytes],
+    members: Collection[str],
+    voters: Collection[str],
+    *,
+    run: str,
+    stage: int,
+    round_number: int,
 ) -> list[str]:
     """Whom a repeated attempt leaves out, from the signed abort that each of its members states.
 
-    Aborts that are malformed, unsigned or of another round do not count; all members state theirs
-    to all, so all reach the same set. Votes of those that are not there do not matter: they are in
-    no pair of members. `members`: of the repeated attempt; those without an abort were silent.
+    Aborts that are malformed, unsigned, of another round or of nobody whose votes count do not
+    count; all members state theirs to all, so all reach the same set. Votes of those that are not
+    there do not matter: they are in no pair of members. `members`: of the repeated attempt; those
+    without an abort were silent. `voters`: of these.
     """
     votes: dict[tuple[str, tuple[str, ...]], Vote] = {}
     for data in aborts:
@@ -242,7 +254,8 @@ def excluded_by(
             vote = _read_abort(data, [run, stage, round_number])
         except VoteRefused:
             continue
-        votes[vote.voter, vote.missed] = vote
+        if vote.voter in voters:
+            votes[vote.voter, vote.missed] = vote
     silent = set(members) - {voter for voter, _ in votes}
     return list(exclusion(votes.values(), silent))
 
@@ -265,9 +278,9 @@ def certificate(ballot: Ballot, votes: Iterable[SignedVote], digest: str) -> byt
     """
     held = list(votes)
     plain = [signed.vote for signed in held]
-    if decide(ballot.members, plain).digest != digest:
+    if decide(ballot.voters, plain).digest != digest:
         raise ValueError(f"the votes at hand do not commit {digest[:12]}")
-    chosen = choices(ballot.members, plain)
+    chosen = choices(ballot.voters, plain)
     winning = {s.vote.voter: s for s in held if chosen.get(s.vote.voter) == digest}
     proof = [winning[voter].fields() for voter in sorted(winning)]
     return pack([[*ballot.facts, list(ballot.members)], proof])
@@ -287,21 +300,29 @@ def _check_certificate(record: RoundRecord, digest: str, data: bytes) -> None:
     votes = [_signed_vote(fields) for fields in proof]
     try:
         ballot = Ballot(
-            run=run, stage=stage, round=number, attempt=attempt, group=group, members=members
+            run=run,
+            stage=stage,
+            round=number,
+            attempt=attempt,
+            group=group,
+            members=members,
+            voters=record.voters,
         )
     except ValueError as error:
         raise VoteRefused(str(error)) from error
     if (run, stage, number) != (record.run, record.stage, record.round):
         raise VoteRefused(f"votes on stage {stage}, round {number}")
-    if not {member.peer for member in record.members} <= set(members):
-        raise VoteRefused("the record names contributors who were not in the group")
+    if {member.peer for member in record.members} != set(members):
+        raise VoteRefused("the record's members are not the group that voted")
     voters = [signed.vote.voter for signed in votes]
     if len(set(voters)) != len(voters):
         raise VoteRefused("a member votes twice in a certificate")
     if any(signed.vote.digest != digest for signed in votes):
         raise VoteRefused("a certificate holds a vote for another record")
-    if 2 * len(voters) <= len(members):
-        raise VoteRefused(f"{len(voters)} votes of {len(members)} members")
+    if not set(voters) <= ballot.voters:
+        raise VoteRefused("a certificate holds a vote that does not count")
+    if 2 * len(voters) <= len(ballot.voters):
+        raise VoteRefused(f"{len(voters)} votes of {len(ballot.voters)} that count")
     for signed in votes:
         ballot.check(signed)
 

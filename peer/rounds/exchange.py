@@ -158,7 +158,7 @@ class Attempt:
 
     def on_votes(self, votes: Sequence[bytes]) -> None:
         """Signed votes; ValueError if one is not of this attempt, after the others were taken."""
-        known, refused = self.ballots.voters(), None
+        known, refused = self.ballots.voted(), None
         for vote in votes:
             try:
                 self.ballots.receive(vote)
@@ -167,7 +167,7 @@ class Attempt:
         self._group.notify()
         # those of our row that only dial out do not hear each other
         dial_out = set(self._group.dial_out)
-        for voter in (self.ballots.voters() - known) & dial_out:
+        for voter in (self.ballots.voted() - known) & dial_out:
             self._tell(dial_out - {voter}, {voter})
         if refused is not None:
             raise refused
@@ -383,21 +383,22 @@ class Attempt:
         return result
 
     async def _compare_means(self) -> None:
-        """Wait until more than half of those near us hold our means, and of the rows opposite, or a
-        reducer is found that gave somebody other ones.
+        """Wait until more than half of the voters near us hold our means, and of the rows opposite,
+        or a reducer is found that gave somebody other ones.
 
         Who voted counts as it voted, and who is gone, or aborted, not at all. No longer than the
         exchange may last: who waits in vain votes for what it has.
         """
         words = await self._group.compute(self._shares.words)
-        near = [set(self._group.row), set(self._group.opposite)]
-        for peer in set[str]().union(*near) - self._gone:
+        lines = [set(self._group.row), set(self._group.opposite)]
+        near = [line & self._setup.voters for line in lines]
+        for peer in set[str]().union(*lines) - self._gone:
             self._push(self._transport.send_words, peer, words, outlives=True)
         compared = set[str]()
         while not self._shares.two_faced and time.monotonic() < self._end:
             alike = {peer for peer, theirs in self._words.items() if theirs == words}
             alike |= self.ballots.voters_for(self.digest or "")
-            given_up = self._gone | (self.ballots.voters() - alike)
+            given_up = self._gone | (self.ballots.voted() - alike)
             enough = [2 * (len(line & alike) + 1) > len(line - given_up) + 1 for line in near]
             if all(enough) or self.ballots.decision.verdict is not Verdict.UNDECIDED:
                 return
@@ -419,7 +420,7 @@ class Attempt:
     def _all_heard(self) -> bool:
         """Whether the round is decided, or no further vote can come."""
         decided = self.ballots.decision.verdict is not Verdict.UNDECIDED
-        return decided or set(self._group.members) <= self.ballots.voters() | self._group.dead
+        return decided or self._setup.voters <= self.ballots.voted() | self._group.dead
 
     async def _ask_our_row(self, deadline: float) -> None:
         pause_s = self._limits.silence_s / 4
@@ -438,7 +439,7 @@ class Attempt:
 
     async def _tell_other_rows(self) -> None:
         """Pass our row's votes on, together as far as they come together."""
-        row, heard = set(self._setup.grid.row(self._setup.me)), self.ballots.voters
+        row, heard = set(self._setup.grid.row(self._setup.me)), self.ballots.voted
         end = self._end + 2 * self._limits.vote_s
         while await self._group.until(lambda: bool(self._untold), end):
             await self._group.until(
@@ -449,7 +450,7 @@ class Attempt:
     @property
     def _untold(self) -> set[str]:
         """The members of our row whose votes the other rows have not from us."""
-        return self.ballots.voters() & set(self._setup.grid.row(self._setup.me)) - self._told
+        return self.ballots.voted() & set(self._setup.grid.row(self._setup.me)) - self._told
 
     def _tell_now(self) -> None:
         voters = self._untold

@@ -16,6 +16,7 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from statistics import median_high
 from typing import Annotated
@@ -38,7 +39,7 @@ from dilocox.peer.rounds.record import (
     largest_group,
     part_bytes,
 )
-from dilocox.peer.rounds.standing import most_tokens, sitting_out
+from dilocox.peer.rounds.standing import credits, most_tokens, sitting_out, voters
 from dilocox.peer.rounds.vote_count import Verdict, may_start
 
 PHASE_SHARE = 0.25  # of the exchange's time that a phase has whatever its bytes
@@ -72,6 +73,7 @@ class AttemptSetup:
 
     me: str
     members: tuple[Contribution, ...]  # sorted by peer
+    credited: Mapping[str, int]  # by member: in how many records it was
     clients: frozenset[str]  # those of them that can only dial out
     grid: Grid
     template: RoundRecord  # without members, parts and means; its standings are the last record's
@@ -82,6 +84,11 @@ class AttemptSetup:
     robust: RobustRule
     deadlines: DeadlineSpec  # exchange_s: to move what these ranks move, in all phases together
     codec_s: float = 0.0  # beside that, at the start of each phase
+
+    @cached_property
+    def voters(self) -> frozenset[str]:
+        """The members by whom the others are judged, and whose votes count."""
+        return voters(self.credited)
 
     @property
     def columns(self) -> range:
@@ -351,15 +358,26 @@ def attempt_setup(
     A repeated attempt leaves out the peers that the signed aborts of the first one blame; whoever
     was left out, or unheard, again and again sits out, where the others can go on without it. Who
     states another plan, or no tokens, is left out: all have the same tickets, and one that makes no
-    sense stops nobody. `group`: the id of the group, from which its rows follow.
+    sense stops nobody. Where more come than a record holds, those who were in the most records
+    stay. `group`: the id of the group, from which its rows follow.
 
     Raises:
         GroupRefused: this peer is left out, or there is nobody to reduce.
         TooFew: of those that must be there.
     """
     plan = order.plan
+    last = order.last
+    before = () if last is None else last.standings
+    credited = credits(tickets, before, plan.round)
     aborts = [ticket.abort for ticket in tickets.values() if ticket.abort and plan.attempt]
-    excluded = excluded_by(aborts, tickets, run=plan.run, stage=plan.stage, round_number=plan.round)
+    excluded = excluded_by(
+        aborts,
+        tickets,
+        voters(credited),
+        run=plan.run,
+        stage=plan.stage,
+        round_number=plan.round,
+    )
     if me in excluded:
         raise GroupRefused("the others leave this peer out of the repeated attempt")
     tickets = {
@@ -371,8 +389,6 @@ def attempt_setup(
         raise GroupRefused("what the others heard of this peer is not what it stated")
     # whoever is here counts itself: one that counts nobody stops no group
     views = {peer: ticket.resolved(tickets) | {peer} for peer, ticket in tickets.items()}
-    last = order.last
-    before = () if last is None else last.standings
     present = tickets.keys() - sitting_out(before, plan.round)
     if may_start(present, views, order.last_contributors):
         if me not in present:
@@ -384,11 +400,17 @@ def attempt_setup(
     elif not may_start(tickets, views, order.last_contributors):
         raise TooFew(f"{len(tickets)} members are too few of those that must be there")
     if len(tickets) > (room := largest_group(codec)):
-        raise GroupRefused(
-            f"{len(tickets)} members; a record of this stage holds at most {room}: start new peers "
-            "with --stage of another stage"
-        )
-    most = min(order.tokens_cap, most_tokens(each.tokens for each in tickets.values()))
+        first = sorted(tickets, key=lambda peer: (-credited[peer], _short(peer)))[:room]
+        if me not in first:
+            raise GroupRefused(
+                f"{len(tickets)} members; a record of this stage holds at most {room}: start new "
+                "peers with --stage of another stage"
+            )
+        tickets = {peer: tickets[peer] for peer in first}
+    credited = {peer: credited[peer] for peer in tickets}
+    voting = voters(credited)
+    stated = {peer: each.tokens for peer, each in tickets.items()}
+    most = min(order.tokens_cap, most_tokens(stated, voting))
     members = tuple(
         Contribution(peer=peer, tokens=min(each.tokens, most), **each.times)
         for peer, each in sorted(tickets.items())
@@ -402,8 +424,8 @@ def attempt_setup(
     phases = codec.phases(plan.ranks)
     at_first = sum(phase.numel for phase in codec.phases(codec.first_ranks))
     growth = sum(phase.numel for phase in phases) / at_first
-    stated = [ticket.codec_s for ticket in tickets.values()]
-    deadlines, codec_s = attempt_times(manifest.deadlines, len(phases), growth, stated)
+    codec_times = [tickets[peer].codec_s for peer in voting]
+    deadlines, codec_s = attempt_times(manifest.deadlines, len(phases), growth, codec_times)
     grid = Grid.of(group, tickets.keys(), reducers, manifest.rounds.group_size)
     steps = manifest.rounds.inner_steps if last is None else last.next_inner_steps
     template = RoundRecord(
@@ -423,6 +445,7 @@ def attempt_setup(
     return AttemptSetup(
         me=me,
         members=members,
+        credited=credited,
         clients=frozenset(clients),
         grid=grid,
         template=template,

@@ -177,7 +177,7 @@ class RoundPlan:
         facts = facts_of(
             ranks=record.ranks,
             needed=record.decoded(self._codec).needed(spec.energy) if self._codec.limits else (),
-            times=record.members,
+            times=[member for member in record.members if member.peer in record.voters],
         )
         window = following_window(record.window, facts)
         ranks: Sequence[int] = record.ranks

@@ -43,6 +43,7 @@ from dilocox.peer.rounds.standing import (
     MOST_CREDITED,
     MOST_EXCLUSIONS,
     Standing,
+    voters,
 )
 from dilocox.peer.rounds.vote_count import MAX_MEMBERS
 
@@ -229,8 +230,16 @@ class RoundRecord:
         for part in self.last_parts:
             for peer in part.contributors:
                 held[peer] += part.numel
-        total = sum(part.numel for part in self.last_parts)
+        total = max(1, sum(part.numel for part in self.last_parts))
         return {peer: numel / total for peer, numel in held.items()}
+
+    @property
+    def voters(self) -> frozenset[str]:
+        """The members whose votes count for it: as `standing.voters` found them before it."""
+        now = {each.peer: each.credited for each in self.standings}
+        return voters(
+            {peer: max(0, now.get(peer, 0) - (share > 0)) for peer, share in self.heard().items()}
+        )
 
     def left_out(self, peer: str, codec: StageCodec) -> list[slice]:
         """The slices of the stage's vector that lack this member's values, at least in part."""

@@ -11,8 +11,10 @@ of eight members costs nothing that can be measured, and two of eight little (do
 Gradient clipping alone bounds how far a liar goes, not where to; a median alone leans one way where
 members differ. Who is left out of a part keeps it in its residual, as one whose part came too late.
 
-Of two and three members nobody can say who lies: there `gate` is `clip`. Each reducer judges its
-part by itself, each row of a large group its own, and each phase.
+Members are judged by those who vote (standing.py), by their median and their norms, or a crowd of
+fresh keys would be the median. Of two and three voters nobody can say which one lies: of them
+`gate` is `clip`, and of the others who goes against them is left out all the same. Each reducer
+judges its part by itself, each row of a large group its own, and each phase.
 
 With the gate the members judge the reducers, too (`not_of_ours`): a mean that holds one's own
 values lies along them, and is not much longer beside them than the other reducers' means. Who finds
@@ -34,7 +36,7 @@ from torch import Tensor
 
 from dilocox.dht.manifest_sections import RobustRule
 
-LEAST_GATED = 4  # members: of three, two would leave out the third
+LEAST_GATED = 4  # voters: of three, two would leave out the third
 MOST_LONGER = 4.0  # than the other means, each beside one's own values there
 CHANCE = 3.0  # deviations: what lies along something by less does so by chance
 CLEAR = 4.0  # times chance, that one's own values alone make a mean lie along them
@@ -42,33 +44,44 @@ CLEAR = 4.0  # times chance, that one's own values alone make a mean lie along t
 T = TypeVar("T")
 
 
-def factors(rule: RobustRule, norms: Sequence[float], along: Callable[[], Tensor]) -> list[float]:
+def factors(
+    rule: RobustRule,
+    norms: Sequence[float],
+    votes: Sequence[bool],
+    along: Callable[[list[int]], Tensor],
+) -> list[float]:
     """By what to multiply each member's part; 0: it is left out.
 
-    norms: of the parts, in L2. along: the products of each part with the coordinate-wise median,
-    [m]; called where they are needed.
+    norms: of the parts, in L2. votes: whose members vote; where nobody does, all are judges. along:
+    the products of each part with the coordinate-wise median of the parts at these places, [m];
+    called where they are needed.
     """
     if rule == "none" or len(norms) == 1:
         return [1.0] * len(norms)
+    judges = [place for place, each in enumerate(votes) if each] or list(range(len(norms)))
     believed = [True] * len(norms)
-    if rule == "gate" and len(norms) >= LEAST_GATED:
-        # who has nothing to say does no harm; and where nobody goes with the others there is no way
-        gated = [bool(a > 0) or norm == 0 for a, norm in zip(along(), norms, strict=True)]
-        believed = gated if any(gated) else believed
-    limit = median(norm for norm, kept in zip(norms, believed, strict=True) if kept)
+    if rule == "gate" and (len(judges) >= LEAST_GATED or len(judges) < len(norms)):
+        # who has nothing to say does no harm
+        goes = [bool(a > 0) or norm == 0 for a, norm in zip(along(judges), norms, strict=True)]
+        # of few judges none is left out; nor where none goes with the others: there is no way
+        few = len(judges) < LEAST_GATED or not any(goes[place] for place in judges)
+        believed = [each or (few and place in judges) for place, each in enumerate(goes)]
+    limit = median(norms[place] for place in judges if believed[place])
     return [
         (limit / norm if norm > limit else 1.0) if kept else 0.0
         for norm, kept in zip(norms, believed, strict=True)
     ]
 
 
-def along_median(values: Tensor) -> Tensor:
-    """The products of each member's values with their median, of a piece of a part: float64 [m].
+def along_median(values: Tensor, judges: list[int]) -> Tensor:
+    """The products of each member's values with the judges' median, of a piece of a part: float64
+    [m].
 
-    values: [m, n]. Of an even count the median is the middle of the two, or it leans one way.
+    values: [m, n]. judges: their rows. Of an even count the median is the middle of the two, or it
+    leans one way.
     """
-    ranked = values.double().sort(dim=0).values
-    count = len(values)
+    ranked = values[judges].double().sort(dim=0).values
+    count = len(judges)
     middle = (ranked[(count - 1) // 2] + ranked[count // 2]) / 2
     return values.double() @ middle
 

@@ -161,8 +161,13 @@ class RoundView:
 
     @property
     def _quorum(self) -> int:
-        replicas = max(1, len(self.replicas))
-        return max((replicas + 1) // 2, min(2, replicas))
+        return _quorum(len(self.replicas))
+
+
+def _quorum(replicas: int) -> int:
+    """Half of them, rounded up, at least 2 where 2 are known."""
+    known = max(1, replicas)
+    return max((known + 1) // 2, min(2, known))
 
 
 def newest_credible(own: int, last_record: int, stated: Iterable[int]) -> int:
@@ -265,9 +270,9 @@ class RoundKeeper:
     def start(self, view: SwarmView, last_record: int) -> None:
         """The round in which a peer begins that joins or comes back."""
         with self._lock:
-            rung = [number for number, bells in view.bells.items() if bells]
+            self._hear(view)
             stated = [replica.round for replica in view.replicas.values()]
-            self._go_to(max([self.round, last_record + 1, *rung, *stated]))
+            self._go_to(max(self.round, last_record + 1, self._led_to(view, None, stated)))
 
     def stood_still(self, seconds: float) -> None:
         """So many seconds of this round nobody trained: its grace is not to grow by them."""
@@ -315,10 +320,7 @@ class RoundKeeper:
         """
         with self._lock:
             self._hear(view)
-            # One bell R proves that bell R-1 reached its quorum, so a replica in an earlier round
-            # goes to R at once and keeps its steps.
-            newest = max([self.round, *(n for n, each in self._known.items() if each.bells)])
-            if newest != self.round:
+            if (newest := self._led_to(view, own)) != self.round:
                 self._go_to(newest)
             here = self._here
             before = here.own
@@ -354,6 +356,27 @@ class RoundKeeper:
                     if head != self._me and bell.round == number
                 }
 
+    def _led_to(
+        self, view: SwarmView, own: ReplicaRecord | None, stated: Iterable[int] = ()
+    ) -> int:
+        """The newest round to which the others lead, this one if to none.
+
+        A bell of R says that that of R-1 reached its quorum, so a replica in an earlier round goes
+        to R at once and keeps its steps. It is believed where as many heads are seen to have rung
+        R-1 or to be in R: one alone leads nobody. stated: rounds that may be such without a bell.
+        """
+        replicas = self._replicas(view, own)
+        rung = [(number, head) for number, each in self._known.items() for head in each.bells]
+        own_bells = [number for number, each in self._known.items() if each.own is not None]
+        rung += [(number, self._me) for number in own_bells]
+        told = {number for number, _ in rung} | set(stated)
+        for newest in sorted((number for number in told if number > self.round), reverse=True):
+            there = {head for number, head in rung if number >= newest - 1}
+            there |= {head for head, each in replicas.items() if each.round >= newest}
+            if len(there) >= _quorum(len(replicas)):
+                return newest
+        return self.round
+
     def _set_times(self, view: SwarmView, own: ReplicaRecord | None, now: float) -> None:
         for number, known in list(self._known.items()):
             known.times = self._view(number, view, own).schedule(now)
@@ -368,10 +391,12 @@ class RoundKeeper:
     def _view(self, number: int, view: SwarmView, own: ReplicaRecord | None) -> RoundView:
         known = self._known[number]
         bells = known.bells | ({} if known.own is None else {self._me: known.own})
-        replicas = {head: each for head, each in view.leading.items() if head != self._me}
-        if own is not None:
-            replicas[self._me] = own
+        replicas = self._replicas(view, own)
         return RoundView(round=number, bells=bells, replicas=replicas, known=known.times)
+
+    def _replicas(self, view: SwarmView, own: ReplicaRecord | None) -> dict[str, ReplicaRecord]:
+        replicas = {head: each for head, each in view.leading.items() if head != self._me}
+        return replicas if own is None else replicas | {self._me: own}
 
     @property
     def _here(self) -> _Round:

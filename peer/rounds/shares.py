@@ -54,14 +54,22 @@ class Reduction:
     event loop.
     """
 
-    def __init__(self, codec: GroupCodec, weight: Mapping[str, int], numel: int, rule: RobustRule):
+    def __init__(
+        self,
+        codec: GroupCodec,
+        weight: Mapping[str, int],
+        numel: int,
+        rule: RobustRule,
+        voters: Collection[str] = (),
+    ):
         """weight: what each member of the row counts. codec: in which the values come. rule: how
-        far they are believed.
+        far they are believed, by what the voters send; without any, by what all do.
         """
         self._codec = codec
         self._weight = weight
         self._numel = numel
         self._rule: RobustRule = rule
+        self._voters = voters
         self._payloads: dict[str, Tensor] = {}
         self._norms: dict[str, float] = {}
         self.here: set[str] = set()  # whose part is here and sound
@@ -89,16 +97,17 @@ class Reduction:
             return None
         parts = [payloads[name] for name in names]
 
-        def along() -> Tensor:
+        def along(judges: list[int]) -> Tensor:
             found = dict[int, Tensor]()
 
             def measure(place: slice, values: Tensor) -> None:
-                found[place.start] = along_median(values)
+                found[place.start] = along_median(values, judges)
 
             self._codec.decode_together(parts, self._numel, measure)
             return in_order(found)
 
-        by = factors(self._rule, [self._norms[name] for name in names], along)
+        votes = [name in self._voters for name in names]
+        by = factors(self._rule, [self._norms[name] for name in names], votes, along)
         believed = kept(names, by)
         tokens = sum(self._weight[name] for name in believed)
         shares = [self._weight[name] / tokens * each for name, each in zip(names, by, strict=True)]
@@ -190,10 +199,10 @@ class Shares:
         self._compute = compute
         self._seal = seal
         tokens = {each.peer: each.tokens for each in setup.members}
-        self._weight = bounded_weights(tokens, setup.template.standings)
+        self._weight = bounded_weights(tokens, setup.credited)
         row = {peer: self._weight[peer] for peer in setup.grid.row(setup.me)}
         self.columns = {  # those that this member averages over its row
-            column: Reduction(codec, row, numel, setup.robust)
+            column: Reduction(codec, row, numel, setup.robust, setup.voters)
             for column in setup.columns
             if setup.collector(column) == setup.me
             if (numel := setup.span(column).stop - setup.span(column).start)
@@ -439,7 +448,7 @@ class Shares:
 
     def unlike(self) -> set[str]:
         """The reducers whose means cannot be what they say, as far as our own values show."""
-        shares, count, blamed = self._setup.shares, len(self._setup.members), set[str]()
+        shares, voters, blamed = self._setup.shares, self._setup.voters, set[str]()
         for phase in range(len(self._setup.phases)):
             there = {
                 part: each for part, each in self._alike.items() if shares[part].phase == phase
@@ -448,7 +457,9 @@ class Shares:
         if self._judges and len(self._setup.grid.rows) == 1:
             # who took our part has those of others, too
             most = {
-                part for part, mean in self.means.items() if 2 * len(mean.contributors) >= count
+                part
+                for part, mean in self.means.items()
+                if 2 * len(voters & set(mean.contributors)) >= len(voters)
             }
             few = {
                 part

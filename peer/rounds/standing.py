@@ -2,8 +2,11 @@
 was not, and whether it sits out.
 
 It stands in every record, made of the record before and of the round itself, so all members
-know the same. Three rules rest on it:
+know the same. Four rules rest on it:
 
+- *Voters.* Who was in three records, or in as many as any other of its group, votes, and the others
+  are judged by it. Whoever else comes adds what it learnt, and no decision waits for it: a crowd of
+  fresh keys could commit what it likes, or keep a group from every decision.
 - *Probation.* A fresh key costs nothing. In an average a peer counts in full once it was in as many
   records as the others, or in ten; before that less, and all such peers together at most a third.
 - *Left out.* That an attempt had to be repeated without a peer is nobody's fault once. Again soon,
@@ -18,6 +21,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 
+VOTING_RECORDS = 3
 MOST_CREDITED = 10
 MOST_EXCLUSIONS = 7  # that are counted of one peer: 64 rounds
 REMEMBERED_ROUNDS = 5  # that an exclusion is, beyond twice what it cost
@@ -99,22 +103,39 @@ def sitting_out(before: Iterable[Standing], round_number: int) -> set[str]:
     return {each.peer for each in before if each.sits_out(round_number)}
 
 
-def most_tokens(stated: Iterable[int]) -> int:
-    """The most tokens that one member of a group is believed, by what all of them state.
+def credits(
+    members: Iterable[str], before: Iterable[Standing], round_number: int
+) -> dict[str, int]:
+    """In how many records each of these peers was, as far as it counts in a round."""
+    aged = (each.aged(round_number) for each in before)
+    known = {each.peer: each.credited for each in aged if each is not None}
+    return {peer: known.get(peer, 0) for peer in members}
+
+
+def voters(credited: Mapping[str, int], among: Collection[str] | None = None) -> frozenset[str]:
+    """Those of a group who decide, by what `credits` says of them. among: by whom they are
+    measured, if not by all.
+    """
+    most = max((credited[peer] for peer in (credited if among is None else among)), default=0)
+    least = min(VOTING_RECORDS, most // 2)
+    return frozenset(peer for peer, count in credited.items() if count >= least)
+
+
+def most_tokens(tokens: Mapping[str, int], voting: Collection[str]) -> int:
+    """The most tokens that one member of a group is believed, by what those state who vote.
 
     Nobody sees another one learn. But all had the same time for it, the clock of the others is what
     they learnt in it, and nobody is faster than that without end.
     """
-    return int(MOST_TOKENS * median(stated))
+    return int(MOST_TOKENS * median(tokens[peer] for peer in voting))
 
 
-def bounded_weights(tokens: Mapping[str, int], before: Iterable[Standing]) -> dict[str, int]:
+def bounded_weights(tokens: Mapping[str, int], credited: Mapping[str, int]) -> dict[str, int]:
     """What each member counts in an average, in a unit of their own: its tokens, no more than twice
-    the median of the group's, and less on probation.
+    the median of those who vote, and less on probation. credited: of some of them, as `credits`.
     """
-    most = int(MOST_WEIGHT * median(tokens.values()))
-    known = {each.peer: each.credited for each in before}
-    credited = {peer: known.get(peer, 0) for peer in tokens}
+    credited = {peer: credited.get(peer, 0) for peer in tokens}
+    most = int(MOST_WEIGHT * median(tokens[peer] for peer in voters(credited)))
     full = max(credited.values())
     weight = {
         peer: max(1, min(count, most)) * (1 + credited[peer]) for peer, count in tokens.items()

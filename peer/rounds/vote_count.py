@@ -1,9 +1,10 @@
 """How a group decides its round: who may start, the majority vote, and whom a retry leaves out.
 
 Every member casts one signed, final vote per attempt: the digest of the record it made, or ABORT
-with the members whose bytes it missed. More than half of the gathered members for one digest commit
-the round, half of them aborting make it void, and the dead count among the members: so no two
-members can ever decide differently, whichever votes are lost on the way. (An earlier rule, "all
+with the members whose bytes it missed. The votes of those count who are proven (standing.py), its
+*voters*. More than half of the gathered voters for one digest commit the round, half of them
+aborting make it void, and the dead count among them: so no two members can ever decide differently,
+whichever votes are lost on the way. (An earlier rule, "all
 that I see alive agree", committed here and voided there in 268 of 1024 patterns of cut links
 between four members.)
 
@@ -50,27 +51,27 @@ class Vote:
     """The members whose bytes an aborting voter missed, sorted; empty beside a digest."""
 
 
-def decide(members: Collection[str], votes: Iterable[Vote]) -> Decision:
+def decide(voters: Collection[str], votes: Iterable[Vote]) -> Decision:
     """What these votes decide.
 
-    Further votes change an UNDECIDED only. Votes of strangers do not count, a repeated vote counts
+    Further votes change an UNDECIDED only. Votes of others do not count, a repeated vote counts
     once, and whoever is seen to vote for two different things counts as dead, so that the order in
     which votes arrive decides nothing.
     """
-    chosen = choices(members, votes)
+    chosen = choices(voters, votes)
     for digest, count in Counter(chosen.values()).items():
-        if digest is not None and 2 * count > len(members):
+        if digest is not None and 2 * count > len(voters):
             return Decision(verdict=Verdict.COMMITTED, digest=digest)
-    if 2 * sum(digest is None for digest in chosen.values()) >= len(members):
+    if 2 * sum(digest is None for digest in chosen.values()) >= len(voters):
         return Decision(verdict=Verdict.VOID)
     return Decision(verdict=Verdict.UNDECIDED)
 
 
-def choices(members: Collection[str], votes: Iterable[Vote]) -> dict[str, str | None]:
-    """What each member chose, by voter; without members that chose two different things."""
+def choices(voters: Collection[str], votes: Iterable[Vote]) -> dict[str, str | None]:
+    """What each voter chose; without those that chose two different things."""
     seen: dict[str, set[str | None]] = {}
     for vote in votes:
-        if vote.voter in members:
+        if vote.voter in voters:
             seen.setdefault(vote.voter, set()).add(vote.digest)
     return {voter: next(iter(chosen)) for voter, chosen in seen.items() if len(chosen) == 1}
 

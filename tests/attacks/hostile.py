@@ -31,6 +31,7 @@ from dilocox.dht.join import Joined, join_run
 from dilocox.dht.records import (
     BellRecord,
     ClaimRecord,
+    ReplicaRecord,
     StageRecord,
     averaging_prefix,
     bell_key,
@@ -49,6 +50,7 @@ from dilocox.peer.rounds.group import tokens_cap
 from dilocox.peer.rounds.outer_step import anchor_sha256
 from dilocox.peer.rounds.rank_choice import RoundPlan
 from dilocox.peer.rounds.record import Contribution, RoundRecord, digest_of, stage_codec
+from dilocox.peer.rounds.round_end import MAX_AHEAD
 from dilocox.peer.rounds.vote_count import Vote
 from dilocox.pipeline.frames import NO_TENSORS, Frame, encode_prefix_and_header
 from dilocox.pipeline.link import Stream, Traffic
@@ -112,24 +114,25 @@ class Hostile:
 
     def rounds(self) -> dict[str, Any]:
         """A2: replicas and bells of rounds that nobody will ever see."""
-        run, lifetime_s = self.place.run, self.place.manifest.deadlines.record_lifetime_s
         for key, swarm, number in zip(self.keys, self.swarms, FAR_ROUNDS, strict=False):
-            me = key.peer_id
-            far = replica_record([me], round=number, val_round=number)
-            swarm.publish(replica_key(run), far, lifetime_s)
-            bell = BellRecord(
-                round=number,
-                finished_at=0.0,
-                round_s=1.0,
-                tokens=1,
-                send_after=None,
-                scheduled_at=None,
-            )
+            self._lead(key, swarm, number)
             with suppress(ValueError):  # no key of so high a round
-                swarm.publish(bell_key(run, number), bell, lifetime_s)
-            hosting = stage_record(state="training", round=number, digest=NEVER, replica=me)
-            swarm.publish(stage_key(run, 0), hosting, lifetime_s)
+                self._ring(swarm, number, None)
         return {"rounds": FAR_ROUNDS}
+
+    def heads(self) -> dict[str, Any]:
+        """A8: more replicas than there are, in the round that the run is in. They never ring, or
+        ring now, and the group's time is now; one rings far on."""
+        own = {key.peer_id for key in self.keys}
+        told = self.place.swarm.read(replica_key(self.place.run), ReplicaRecord) or {}
+        number = max((each.round for head, each in told.items() if head not in own), default=0)
+        now = self.place.clock.time()
+        for place, (key, swarm) in enumerate(zip(self.keys, self.swarms, strict=True)):
+            self._lead(key, swarm, number)
+            if place % 2:
+                self._ring(swarm, number, now)
+        self._ring(self.swarms[0], number + MAX_AHEAD // 2, now)
+        return {"round": number}
 
     def hosts(self) -> dict[str, Any]:
         """A8: peers of stage 0 that train, if one believes them, and come to no group."""
@@ -153,6 +156,26 @@ class Hostile:
         return {"spares": len(spares), "held": held}
 
     # ---- pieces ----------------------------------------------------------------------------------
+    def _lead(self, key: Identity, swarm: Swarm, number: int) -> None:
+        run, lifetime_s = self.place.run, self.place.manifest.deadlines.record_lifetime_s
+        me = key.peer_id
+        leading = replica_record([me], round=number, val_round=number)
+        swarm.publish(replica_key(run), leading, lifetime_s)
+        hosting = stage_record(state="training", round=number, digest=NEVER, replica=me)
+        swarm.publish(stage_key(run, 0), hosting, lifetime_s)
+
+    def _ring(self, swarm: Swarm, number: int, scheduled_at: float | None) -> None:
+        bell = BellRecord(
+            round=number,
+            finished_at=scheduled_at or 0.0,
+            round_s=1.0,
+            tokens=1,
+            send_after=scheduled_at,
+            scheduled_at=scheduled_at,
+        )
+        lifetime_s = self.place.manifest.deadlines.record_lifetime_s
+        swarm.publish(bell_key(self.place.run, number), bell, lifetime_s)
+
     async def _held(self, key: Identity, spare: str) -> bool:
         """Whether this peer is a member of this key's replica now."""
         me = key.peer_id
@@ -238,6 +261,7 @@ class Hostile:
             attempt=0,
             group=b"g",
             members=tuple(names),
+            voters=frozenset(names),
         )
         votes = [
             ballot.sign(Vote(voter=key.peer_id, digest=digest, missed=()), key) for key in self.keys
@@ -260,6 +284,7 @@ ATTACKS: dict[str, Callable[[Hostile], dict[str, Any]]] = {
     "records": Hostile.records,
     "claims": Hostile.claims,
     "rounds": Hostile.rounds,
+    "heads": Hostile.heads,
     "hosts": Hostile.hosts,
     "reserves": Hostile.reserves,
 }

@@ -1,6 +1,9 @@
 """Processes of a peer share a private folder of sockets and the pipe into the DHT child."""
 
 import multiprocessing
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,6 +53,32 @@ def test_forked_process_has_a_folder_of_its_own():
     assert not left
     assert mine.exists()
     node_process.release()
+
+
+def test_the_next_start_removes_what_a_killed_process_left_and_nothing_that_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It was killed before it had a child that would have: chaos found both folders in /tmp."""
+    (tmp_path / "pymp-of-another-program").mkdir()
+    script = (
+        "import time; from dilocox.dht import node_process as own; own.acquire();"
+        "print('here', flush=True); time.sleep(600)"
+    )
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE
+    ) as killed:
+        assert killed.stdout is not None and killed.stdout.readline() == b"here\n"
+        theirs = {path for path in tmp_path.iterdir() if list(path.iterdir())}
+        assert len(theirs) == 2, "sockets, and the folder of multiprocessing"
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+        node_process.acquire()
+        node_process.release()
+        assert all(path.exists() for path in theirs)
+        killed.kill()
+    node_process.acquire()
+    node_process.release()
+    assert [path.name for path in tmp_path.iterdir()] == ["pymp-of-another-program"]
 
 
 def test_folder_that_cannot_hold_sockets_names_tmpdir(

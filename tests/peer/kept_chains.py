@@ -175,6 +175,7 @@ class ChainMaker:
             attempt=0,
             group=b"g",
             members=(self.peer,),
+            voters=frozenset({self.peer}),
         )
         vote = Vote(voter=self.peer, digest=digest, missed=())
         signed = ballot.sign(vote, self._identity)

@@ -229,7 +229,13 @@ class Group:
         self.grid = Grid.of(b"group", self.peers, set(self.peers) - dial_out, group_size)
         self.shares = self.grid.shares(phases)
         self.ballot = ballot = Ballot(
-            run="run", stage=0, round=3, attempt=0, group=b"group", members=tuple(self.peers)
+            run="run",
+            stage=0,
+            round=3,
+            attempt=0,
+            group=b"group",
+            members=tuple(self.peers),
+            voters=frozenset(self.peers),
         )
 
         def first_basis() -> Tensor | None:
@@ -241,6 +247,7 @@ class Group:
             setup = self.setups[me] = AttemptSetup(
                 me=me,
                 members=self.members,
+                credited=dict.fromkeys(self.peers, 0),
                 clients=dial_out,
                 grid=self.grid,
                 template=template(ranks=ranks, window=()),
@@ -343,7 +350,7 @@ def blamed(results: list[AttemptResult | None]) -> list[str]:
     """Whom a repeated attempt would leave out."""
     ended = [result for result in results if result]
     aborts, members = [result.abort for result in ended], ended[0].members
-    return excluded_by(aborts, members, run="run", stage=0, round_number=3)
+    return excluded_by(aborts, members, members, run="run", stage=0, round_number=3)
 
 
 def seconds(results: list[AttemptResult | None]) -> float:

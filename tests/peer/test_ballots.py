@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from dilocox.peer.rounds.ballots import (
     signed_bytes,
 )
 from dilocox.peer.rounds.record import Contribution, RecordRefused
+from dilocox.peer.rounds.standing import Standing
 from dilocox.peer.rounds.vote_count import Verdict, Vote
 from tests.peer.codecs import codec_of
 from tests.peer.members import LAYOUT, MANIFEST_DIGEST, template
@@ -37,7 +38,15 @@ KEYS = sorted(
 )
 A, B, C, D, Z = (identity.peer_id for identity in KEYS)
 KEY_OF = {identity.peer_id: identity for identity in KEYS}
-BALLOT = Ballot(run="run", stage=0, round=3, attempt=0, group=b"group", members=(A, B, C, D))
+BALLOT = Ballot(
+    run="run",
+    stage=0,
+    round=3,
+    attempt=0,
+    group=b"group",
+    members=(A, B, C, D),
+    voters=frozenset({A, B, C, D}),
+)
 
 
 def voted(voter: str, digest: str | None = D1, *missed: str, ballot: Ballot = BALLOT) -> SignedVote:
@@ -154,9 +163,7 @@ def test_a_ballot_takes_sorted_different_members_up_to_a_bound(members: tuple[st
 
 
 # ---- certificates --------------------------------------------------------------------------------
-RECORD = template(
-    members=tuple(Contribution(peer=peer, tokens=1, exchange_s=0.0, step_s=0.0) for peer in (A, C))
-)
+RECORD = template(members=tuple(Contribution(peer=peer, tokens=1) for peer in (A, B, C, D)))
 MAJORITY = [voted(A), voted(B), voted(C)]
 
 
@@ -185,7 +192,8 @@ def test_the_winning_votes_of_whoever_voted_once_make_the_certificate() -> None:
         ({"round": 8}, D1, "round 3"),
         ({"stage": 1}, D1, "stage 0"),
         ({"run": "other"}, D1, "votes on"),
-        ({"members": (replace(RECORD.members[0], peer=Z),)}, D1, "not in the group"),
+        ({"members": (replace(RECORD.members[0], peer=Z),)}, D1, "not the group that voted"),
+        ({"members": RECORD.members[:2]}, D1, "not the group that voted"),
     ],
 )
 def test_a_certificate_of_another_record_is_refused(
@@ -196,7 +204,7 @@ def test_a_certificate_of_another_record_is_refused(
 
 
 # fewer members, so that two are enough
-SMALLER = replace(BALLOT, members=(A, B, C))
+SMALLER = replace(BALLOT, members=(A, B, C), voters=frozenset({A, B, C}))
 
 
 @pytest.mark.parametrize(
@@ -206,8 +214,8 @@ SMALLER = replace(BALLOT, members=(A, B, C))
         (told([*MAJORITY, MAJORITY[2]]), "twice"),
         (told([*MAJORITY[:2], voted(C, None)]), "another record"),
         (told([*MAJORITY[:2], replace(MAJORITY[2], signature=b"")]), "did not sign"),
-        (told([*MAJORITY[:2], forged(Vote(voter=Z, digest=D1))]), "no member"),
-        (told(MAJORITY[:2], SMALLER), "did not sign"),
+        (told([*MAJORITY[:2], forged(Vote(voter=Z, digest=D1))]), "does not count"),
+        (told(MAJORITY[:2], SMALLER), "not the group that voted"),
         (packed([["run", 0, 3, 0, b"g", [A]]]), "not a certificate"),
         (packed([["run", 0, 3, 0, b"g", [B, A]], []]), "sorted"),
         (packed([["run", 0, 3, 0, b"g", []], []]), "sorted"),
@@ -226,7 +234,7 @@ def test_a_certificate_that_proves_nothing_is_refused(data: bytes, reason: str) 
 def ballots_of(identities: list[Identity], folder: Path, **changes: Any) -> list[Ballots]:
     """Each member's own."""
     members = tuple(identity.peer_id for identity in identities)
-    ballot = replace(BALLOT, **({"members": members} | changes))
+    ballot = replace(BALLOT, **({"members": members, "voters": frozenset(members)} | changes))
     return [
         Ballots(identity=identity, ballot=ballot, save_vote=log_of(folder, identity).save_vote)
         for identity in identities
@@ -242,7 +250,7 @@ def test_a_vote_is_on_disk_before_it_is_given_away(tmp_path: Path) -> None:
     own, *_ = ballots_of(KEYS[:3], tmp_path)
     vote = own.cast(D1, ())
     assert log_of(tmp_path, KEYS[0]).own_vote(3, 0) == vote
-    assert own.voters() == {A}
+    assert own.voted() == {A}
 
 
 def test_a_majority_commits_and_its_votes_certify_the_record(tmp_path: Path) -> None:
@@ -257,14 +265,49 @@ def test_a_majority_commits_and_its_votes_certify_the_record(tmp_path: Path) -> 
     assert (first.decision.verdict, first.decision.digest) == (Verdict.COMMITTED, D1)
     assert first.voters_for(D1) == {A, B}
     assert len(first.all_bytes()) == 3 and own in first.all_bytes()
-    check_certificate(RECORD, D1, first.certificate())
+    record = replace(RECORD, members=RECORD.members[:3])
+    check_certificate(record, D1, first.certificate())
     with pytest.raises(RecordRefused):  # the aborts are votes too, but commit nothing
-        check_certificate(RECORD, D1, third.abort())
+        check_certificate(record, D1, third.abort())
+
+
+def test_a_crowd_of_new_members_commits_nothing_voids_nothing_and_blames_nobody(
+    tmp_path: Path,
+) -> None:
+    """Their votes are signed and of this attempt, and there are more of them."""
+    voters = frozenset({A, B})
+    own, second, *_ = held = ballots_of(KEYS, tmp_path, voters=voters)
+    for other in held[2:]:
+        own.receive(other.cast(D2, ()))
+    assert own.decision.verdict is Verdict.UNDECIDED
+    second.receive(own.cast(D1, ()))
+    own.receive(second.cast(D1, ()))
+    assert own.decision.digest == D1, "both that count"
+    proof = own.certificate()
+    members = tuple(Contribution(peer=key.peer_id, tokens=1) for key in KEYS)
+    everybody = replace(RECORD, members=tuple(sorted(members, key=lambda each: each.peer)))
+    known = tuple(Standing(peer=peer, round=RECORD.round, credited=9) for peer in sorted(voters))
+    check_certificate(replace(everybody, standings=known), D1, proof)
+    with pytest.raises(RecordRefused, match="2 votes of"):  # where all are new, all count
+        check_certificate(everybody, D1, proof)
+
+    other = ballots_of(KEYS, tmp_path / "aborts", voters=voters, attempt=1)
+    aborts = [each.cast(None, tuple(sorted(voters))) for each in other[2:]]
+    for abort in aborts:
+        other[0].receive(abort)
+    assert other[0].decision.verdict is Verdict.UNDECIDED
+    assert other[0].blamed() == () and other[0].missed_by_several() == set()
+    stated = [each.abort() for each in other[2:]]
+    names = [key.peer_id for key in KEYS]
+    assert excluded(*stated, members=names) != []
+    assert excluded_by(stated, names, voters, run="run", stage=0, round_number=RECORD.round) == []
 
 
 # ---- exclusion -----------------------------------------------------------------------------------
-def excluded(*aborts: bytes, members: tuple[str, ...] = ()) -> list[str]:
-    return excluded_by(aborts, members, run="run", stage=0, round_number=3)
+def excluded(*aborts: bytes, members: Collection[str] = ()) -> list[str]:
+    """Where everybody's vote counts."""
+    voters = [key.peer_id for key in KEYS]
+    return excluded_by(aborts, members, voters, run="run", stage=0, round_number=3)
 
 
 def test_a_member_that_signs_one_abort_after_the_other_fills_nobodys_memory(tmp_path: Path) -> None:

@@ -8,6 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hivemind.averaging.matchmaking import (  # pyright: ignore[reportMissingTypeStubs]
+    MatchmakingException,
+)
 
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.averager import AveragerStuck
@@ -185,6 +188,53 @@ def test_who_is_a_little_late_still_looks_whether_the_group_is_open(
     assert bool(world.orders) is tried
 
 
+def test_nobody_who_is_new_keeps_the_last_peer_of_a_stage_from_going_on() -> None:
+    """It says that it trains, and stays away: the group is tried, and then this peer is alone."""
+    world = World()
+    world.alone = False
+    me = local_peer().me
+    world.chain.last_record = last_record(me, credited=9)
+    world.answer.set_exception(MatchmakingException("nobody came"))
+    world.submit()
+    world.tick()
+    (first,) = world.orders
+    assert set(first.counted) == {me, "other"} and not first.alone
+    world.answer = Future()
+    world.tick_for(2 * TICK_S)
+    again = world.orders[-1]
+    assert again.alone and again.counted == (me,)
+
+
+def test_who_is_as_old_as_this_peer_is_not_passed_over() -> None:
+    world = World()
+    world.alone = False
+    me = local_peer().me
+    world.chain.last_record = last_record(me, "other", credited=9)
+    assert world.driver.rivals(WITH_ANOTHER) == {"other"}
+    world.driver.alone.observe(world.clock.now, others_in_view=1, bootstrap_answered=True)
+    world.driver.submit(0, FACTS, scheduled_at=world.clock.now, states_taken=0)
+    world.driver.tick(WITH_ANOTHER, meets_at=world.meets_at.get, search_s=0.5)
+    world.answer.set_exception(MatchmakingException("nobody came"))
+    world.driver.tick(WITH_ANOTHER, meets_at=world.meets_at.get, search_s=0.5)
+    assert world.driver.voids == 1 and not world.driver.undecided
+
+
+def test_a_peer_is_stuck_once_three_sends_came_to_nothing_on_one_record() -> None:
+    world = World()
+
+    def void_one() -> bool:
+        world.answer = Future()
+        world.answer.set_exception(TooFew("1 member"))
+        world.submit()
+        world.tick_for(3 * TICK_S)
+        return world.driver.stuck
+
+    assert [void_one() for _ in range(4)] == [False, False, True, True]
+    world.chain.head.digest = "b" * 64  # a record came
+    assert not world.driver.stuck
+    assert [void_one() for _ in range(3)] == [False, False, True]
+
+
 def test_a_run_begins_with_who_comes_where_others_only_say_that_they_train() -> None:
     world = World()
     world.alone = False
@@ -237,10 +287,10 @@ def test_who_was_in_a_record_gathers_the_group_where_one_of_them_can(
     assert world.orders[0].leaders == leaders
 
 
-def last_record(*members: str) -> Any:
-    standings = tuple(Standing(peer=peer, round=0, credited=1) for peer in members)
+def last_record(*members: str, credited: int = 1) -> Any:
+    standings = tuple(Standing(peer=peer, round=0, credited=credited) for peer in members)
     named = [SimpleNamespace(peer=peer) for peer in members]
-    return SimpleNamespace(members=named, standings=standings, next_ranks=())
+    return SimpleNamespace(round=0, members=named, standings=standings, next_ranks=())
 
 
 def result(verdict: Verdict, record: bytes | None = None) -> AttemptResult:

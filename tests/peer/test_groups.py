@@ -254,11 +254,18 @@ def test_the_last_records_contributors_decide_where_they_are_still_there() -> No
     assert len(setup({"b": TICKET, "c": TICKET}, "b", **changes).members) == 2
 
 
-def test_more_members_than_a_record_holds_leave_before_a_byte_is_sent() -> None:
-    names = [f"peer{place:03d}" for place in range(MAX_MEMBERS + 1)]
+def test_of_more_members_than_a_record_holds_the_newest_leave_before_a_byte_is_sent() -> None:
+    names = [f"peer{place:03d}" for place in range(MAX_MEMBERS + 9)]
+    old = names[5:]
     ticket = replace(TICKET, counted=tuple(names[:3]))
-    assert "holds at most 256" in refusal(dict.fromkeys(names, ticket), names[0])
-    assert len(setup(dict.fromkeys(names[:-1], ticket), names[0]).members) == MAX_MEMBERS
+    known = tuple(Standing(peer=name, round=3, credited=2) for name in old[:-4])
+    last = template(chain_tokens=7000, next_inner_steps=25, standings=known)
+    tickets = dict.fromkeys(names, ticket)
+    members = {each.peer for each in setup(tickets, old[0], last=last).members}
+    assert len(members) == MAX_MEMBERS and set(old[:-4]) <= members
+    (gone, *_) = sorted(set(names) - members)
+    assert "holds at most 256" in refusal(tickets, gone, last=last)
+    assert len(setup(dict.fromkeys(names[:MAX_MEMBERS], ticket), names[0]).members) == MAX_MEMBERS
 
 
 def test_what_a_member_states_of_its_times_is_what_its_record_will_say() -> None:

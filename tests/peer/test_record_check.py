@@ -43,7 +43,15 @@ def take(maker: ChainMaker, group: list[Identity], tokens: list[int], *, more: i
     assert data is not None
     maker.log.drop_from(1)
     digest = digest_of(data)
-    ballot = Ballot(run=RUN, stage=0, round=1, attempt=0, group=b"g", members=names)
+    ballot = Ballot(
+        run=RUN,
+        stage=0,
+        round=1,
+        attempt=0,
+        group=b"g",
+        members=names,
+        voters=frozenset(names),
+    )
     votes = [ballot.sign(Vote(voter=each.peer_id, digest=digest), each) for each in group]
     proof = certificate(ballot, votes, digest)
     RecordCheck(RUN, 0, maker.manifest, maker.layout).record(data, proof)

@@ -45,10 +45,11 @@ def reduced(
     names: Sequence[str] = MEMBERS,
     threads: int = 1,
     tokens: Sequence[int] = (1,) * 8,
+    voters: Sequence[str] = (),
 ) -> RowMean:
     codec = GroupCodec(bits, workers=Workers(threads))
-    weight = bounded_weights(dict(zip(names, tokens, strict=False)), ())
-    reduction = Reduction(codec, weight, sent[0].numel(), rule)
+    weight = bounded_weights(dict(zip(names, tokens, strict=False)), {})
+    reduction = Reduction(codec, weight, sent[0].numel(), rule, voters)
     for name, values in zip(names, sent, strict=True):
         reduction.add(name, encode(codec, values))
     found = reduction.finish()
@@ -98,6 +99,23 @@ def test_of_three_members_nobody_is_left_out_but_the_longest_is_shortened() -> N
     torch.testing.assert_close(found.values, torch.stack(shortened).mean(dim=0))
 
 
+@pytest.mark.parametrize("voters", ["abcd", "abc", "a"])
+def test_a_crowd_of_new_members_is_judged_by_those_who_vote_and_not_the_other_way_round(
+    voters: str,
+) -> None:
+    """All of it sends the same lie, which would be the median."""
+    sent = parts(-10.0)
+    honest = sent[1 : 1 + len(voters)]
+    names, crowd = list(voters), [f"new {place}" for place in range(9)]
+    lies = [sent[0]] * len(crowd)
+    found = reduced("gate", [*honest, *lies], names=names + crowd, tokens=(1,) * 13, voters=voters)
+    assert found.contributors == tuple(voters)
+    friend = reduced(
+        "gate", [*honest, sent[7]], names=[*voters, "new"], tokens=(1,) * 13, voters=voters
+    )
+    assert friend.contributors == (*voters, "new"), "who is new and honest is heard"
+
+
 def test_who_states_ten_times_the_tokens_moves_a_mean_twice_at_most() -> None:
     sent = list(parts(1.0)[:4])
     heavy = reduced("none", sent, names="abcd", tokens=(1000, 1, 1, 1)).values
@@ -114,7 +132,8 @@ def test_who_states_ten_times_the_tokens_moves_a_mean_twice_at_most() -> None:
 def test_who_goes_on_is_shortened_to_the_median_of_those_who_do(
     along: list[float], expected: list[float]
 ) -> None:
-    assert factors("gate", [1.0, 1.0, 1.0, 4.0], lambda: torch.tensor(along)) == expected
+    norms = [1.0, 1.0, 1.0, 4.0]
+    assert factors("gate", norms, [True] * 4, lambda _: torch.tensor(along)) == expected
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -37,6 +37,31 @@ def follow(
     return bool(keeper.bells)
 
 
+# ---- where others lead ---------------------------------------------------------------------------
+def test_one_head_alone_leads_nobody_to_a_far_round_and_half_of_them_do() -> None:
+    keeper = keeper_of()
+    heads = {name: replica_record(name, round=0) for name in ("me", "a", "b", "c")}
+    far = {64: {"a": bell_record(NOW, (NOW, NOW), round=64)}}
+    liar = SwarmView(me="me", replicas=heads | {"a": replica_record("a", round=64)}, bells=far)
+    follow(keeper, 5, liar)
+    assert keeper.round == 0
+    assert keeper.send_due(NOW) is None
+    there = heads | {name: replica_record(name, round=64) for name in ("a", "b")}
+    follow(keeper, 5, SwarmView(me="me", replicas=there, bells=far))
+    assert keeper.round == 64
+
+
+def test_a_bell_of_the_next_round_is_believed_as_soon_as_half_have_rung_this_one() -> None:
+    keeper = keeper_of()
+    heads = {name: replica_record(name, round=0) for name in ("me", "a", "b", "c")}
+    bells = {1: {"a": bell_record(NOW, round=1)}}
+    follow(keeper, 5, SwarmView(me="me", replicas=heads, bells=bells))
+    assert keeper.round == 0
+    bells[0] = {"b": bell_record(NOW)}
+    follow(keeper, 5, SwarmView(me="me", replicas=heads, bells=bells))
+    assert keeper.round == 1
+
+
 # ---- heads ---------------------------------------------------------------------------------------
 def test_a_head_rings_after_its_inner_steps() -> None:
     keeper = keeper_of()
@@ -295,9 +320,11 @@ def test_a_joiner_starts_in_the_current_round() -> None:
         return keeper.round
 
     stated = {name: replica_record(name, round=number) for name, number in (("a", 4), ("b", 5))}
-    rung = {6: {"a": bell_record(NOW, round=6)}}
+    rung = {4: {"a": bell_record(NOW, round=4)}}
     assert first(VIEW) == 0
-    assert first(SwarmView(me="me", replicas=stated)) == 5
+    assert first(SwarmView(me="me", replicas=stated)) == 4, "one alone is not the run"
+    assert first(SwarmView(me="me", replicas=stated, bells=rung)) == 5, "the other goes on, too"
+    rung |= {number: {name: bell_record(NOW, round=number) for name in "ab"} for number in (5, 6)}
     assert first(SwarmView(me="me", replicas=stated, bells=rung)) == 6
     assert first(VIEW, last_record=8) == 9  # nobody trains: after the chain's last record
 

@@ -92,6 +92,19 @@ def test_a_group_waits_for_records_that_are_applied_before_the_sends() -> None:
     assert outcome.every_head_share >= 7 / 8
 
 
+# ---- strangers -----------------------------------------------------------------------------------
+@APPLY
+@pytest.mark.parametrize("strangers", [1, 12])
+def test_what_strangers_say_costs_no_round_of_a_run_that_stands(strangers: int, apply: Any) -> None:
+    """One stranger's bell had all send at once: a head was in two of three records, and 17 times
+    a peer came to a group in which nobody was."""
+    told = {"strangers": strangers, "apply": apply, "end_tokens": 10**9}
+    outcome = play((1.0, 1.2, 1.4), 60.0, 12, stages=2, **told)
+    assert outcome.rounds == 12 and outcome.left_s is None
+    assert outcome.committed_share >= 11 / 12
+    assert outcome.every_head_share >= 10 / 12
+
+
 # ---- faults --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["kill", "freeze"])
 def test_who_is_gone_for_a_while_costs_the_others_at_most_one_round(kind: str) -> None:
@@ -137,7 +150,7 @@ def test_a_round_waits_for_the_sends_of_members_as_long_as_a_send_can_take(
 
 
 # ---- the end -------------------------------------------------------------------------------------
-END_S = 45.0  # of rounds of a minute and heartbeats of ten seconds
+END_S = 60.0  # of rounds of a minute, heartbeats of ten seconds; one in forty waits for a lifetime
 
 
 def end(*step_s: float, stages: int = 1, limit_s: float = END_S, **facts: Any) -> Outcome:

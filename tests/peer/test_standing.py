@@ -7,10 +7,15 @@ from collections.abc import Collection, Mapping
 import pytest
 
 from dilocox.peer.rounds.standing import (
+    FORGOTTEN_ROUNDS,
+    MOST_TOKENS,
     Standing,
     bounded_weights,
+    credits,
     following_standings,
+    most_tokens,
     sitting_out,
+    voters,
 )
 
 Standings = tuple[Standing, ...]
@@ -91,17 +96,54 @@ def test_who_goes_on_well_is_forgiven() -> None:
     assert {(each.times, each.unheard) for each in known} == {(0, 0)}
 
 
+# ---- who votes -----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("credited", "vote"),
+    [
+        ({"a": 0, "b": 0}, "ab"),  # a run begins
+        ({"a": 1, "b": 0}, "ab"),
+        ({"a": 2, "b": 1, "c": 0}, "ab"),
+        ({"a": 10, "b": 3, "c": 2, "d": 0}, "ab"),
+    ],
+)
+def test_who_was_in_three_records_votes_or_in_half_as_many_as_any_other(
+    credited: dict[str, int], vote: str
+) -> None:
+    assert voters(credited) == frozenset(vote)
+
+
+def test_those_who_are_not_here_are_no_measure_of_those_who_are() -> None:
+    credited = {"gone": 10, "a": 1, "b": 0}
+    assert voters(credited, among="ab") == {"gone", "a", "b"}
+    assert voters(credited) == {"gone"}
+
+
+def test_credit_is_forgotten_with_the_rest() -> None:
+    known = after(5, heard={"a": 1.0})
+    assert credits("ab", known, 6) == {"a": 5, "b": 0}
+    assert credits("a", known, 5 + FORGOTTEN_ROUNDS) == {"a": 0}
+
+
+def test_a_crowd_of_fresh_keys_neither_weighs_nor_states_for_those_who_vote() -> None:
+    honest, crowd = dict.fromkeys("abc", 100), {f"fresh {place}": 1 for place in range(50)}
+    credited = dict.fromkeys(honest, 10) | dict.fromkeys(crowd, 0)
+    weight = bounded_weights(honest | crowd, credited)
+    assert {weight[peer] for peer in honest} == {100 * 11}
+    assert most_tokens(honest | crowd, voters(credited)) == MOST_TOKENS * 100
+
+
 # ---- probation -----------------------------------------------------------------------------------
 def test_who_states_ten_times_the_tokens_counts_twice_at_most() -> None:
     stated = {"a": 1000, "b": 100, "c": 90, "d": 110}
-    assert bounded_weights(stated, ()) == {"a": 210, "b": 100, "c": 90, "d": 110}
-    assert bounded_weights({"a": 7}, ()) == {"a": 7}
+    assert bounded_weights(stated, {}) == {"a": 210, "b": 100, "c": 90, "d": 110}
+    assert bounded_weights({"a": 7}, {}) == {"a": 7}
 
 
 def test_all_that_begin_together_count_alike_at_every_time() -> None:
     tokens = dict.fromkeys("abcd", 100)
     for rounds in (0, 1, 5, 20):
-        weight = bounded_weights(tokens, after(rounds, heard=dict.fromkeys("abcd", 1.0)))
+        known = after(rounds, heard=dict.fromkeys("abcd", 1.0))
+        weight = bounded_weights(tokens, credits(tokens, known, rounds))
         assert len(set(weight.values())) == 1
 
 
@@ -109,7 +151,7 @@ def test_a_fresh_key_counts_more_with_each_round_and_in_full_after_ten() -> None
     known = after(20, heard=dict.fromkeys("abc", 1.0))
     shares: list[float] = []
     for number in range(20, 31):
-        weight = bounded_weights(dict.fromkeys("abcd", 100), known)
+        weight = bounded_weights(dict.fromkeys("abcd", 100), credits("abcd", known, number))
         shares.append(weight["d"] / weight["a"])
         known = following_standings(known, number, dict.fromkeys("abcd", 1.0), ())
     assert shares == [(1 + rounds) / 11 for rounds in range(11)]
@@ -125,7 +167,8 @@ def test_all_fresh_keys_together_are_at_most_a_third(sybils: int) -> None:
     known = after(20, heard=dict.fromkeys("abc", 1.0))
     fresh = [f"sybil {place}" for place in range(sybils)]
     for rounds in range(10):
-        weight = bounded_weights(dict.fromkeys("abc", 50) | dict.fromkeys(fresh, 99), known)
+        tokens = dict.fromkeys("abc", 50) | dict.fromkeys(fresh, 99)
+        weight = bounded_weights(tokens, credits(tokens, known, 20 + rounds))
         share = sum(weight[peer] for peer in fresh) / sum(weight.values())
         assert share <= 1 / 3 + 1e-9
         heard = dict.fromkeys([*"abc", *fresh], 1.0)

@@ -82,10 +82,10 @@ audit: install  ## does the index still offer every pinned version, none of them
 		|| { echo "$$found"; exit 1; }; case "$$found" in *yanked*) echo "$$found"; exit 1;; esac
 	@echo "all $$(grep -c == constraints.txt) pinned versions are offered, none is withdrawn"
 
-bench: install  ## the tables of docs/results.md, each at a size that lets all end within an hour; into bench-run/
+bench: install  ## nearly all benchmarks at reduced sizes, in about an hour; into bench-run/ (docs/reproduce.md: what it leaves out)
 	$(BIN)/python benchmarks/run_all.py $(BENCH_ARGS)
 
-bench-quick: install  ## every benchmark in its shortest form: do they run (5 minutes)
+bench-quick: install  ## the same in their shortest form, but real_size.py: do they run (5 minutes)
 	$(BIN)/python benchmarks/run_all.py --quick $(BENCH_ARGS)
 
 clean:  ## remove what the other targets made

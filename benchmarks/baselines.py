@@ -63,6 +63,16 @@ ON_LOOPBACK = (ALL_REDUCE, AVERAGER)
 QUICK_WINDOWS = 2
 AT_TOKENS, AT_S = 330_000, 60.0
 LIMIT_S = 420.0
+PEERS = 2
+# tokens/s of ours over a rival's on a link, at least
+EXPECTED = (
+    (OURS, OPEN_DILOCO, "10", 4.5),
+    (OURS, OPEN_DILOCO, "lossy", 4.5),
+    (OURS, AVERAGER, "10", 4.5),
+    (OURS, ALL_REDUCE, "10", 65.0),
+    (OURS, ALL_REDUCE, "lossy", 65.0),
+    (OURS, ALL_REDUCE, "1", 600.0),
+)
 
 
 def length(contestant: str, line: Line, *, quick: bool) -> Length:
@@ -214,24 +224,39 @@ def processors(report: Report, results: Results, lines: Sequence[str]) -> None:
         report.table(columns, rows, part="cores")
 
 
-def claims(report: Report, results: Results, lines: Sequence[str]) -> None:
-    """Print what was expected beside what was measured."""
-    wanted = [
-        ("ours over OpenDiLoCo at 10 Mbit/s", OURS, "10", OPEN_DILOCO, 4.5),
-        ("ours over hivemind's averager alone at 10 Mbit/s", OURS, "10", AVERAGER, 4.5),
-        ("ours over AllReduce at 10 Mbit/s", OURS, "10", ALL_REDUCE, 65.0),
-        ("ours over AllReduce at 1 Mbit/s", OURS, "1", ALL_REDUCE, 600.0),
-        *((f"ours over plain loops, {line}", OURS, line, PLAIN, 0.95) for line in lines),
-        ("ours with averaging off over plain loops", ALONE, lines[0], PLAIN, 0.98),
-    ]
-    rows: list[list[object]] = []
-    for what, contestant, line, other, least in wanted:
+def claimed(results: Results, lines: Sequence[str], peers: int) -> list[tuple[str, str, str, str]]:
+    """Of each claim that both contestants of it ran for: what it says, the least that is expected,
+    what was measured, the verdict.
+    """
+    wanted = (
+        *EXPECTED,
+        *((OURS, PLAIN, line, 0.95) for line in lines),
+        (ALONE, PLAIN, lines[0], 0.98),
+    )
+    rows: list[tuple[str, str, str, str]] = []
+    for contestant, other, line, least in wanted:
         ratios = results.ratios(contestant, line, other)
         if not ratios:
             continue
+        where = "" if contestant in WITHOUT_NETWORK else f", {_words(line)}"
+        what = f"{contestant} over {other}{where}" + f", {peers} peers" * (peers != PEERS)
         form = ".3f" if least < 2 else ",.1f"
         verdict = "reached" if fmean(ratios) >= least else "MISSED"
-        rows.append([what, f"{least:g}", spread(ratios, form), verdict])
+        rows.append((what, f"{least:g}", spread(ratios, form), verdict))
+    return rows
+
+
+def _words(line: str) -> str:
+    return "10 Mbit/s with delay and loss" if line == "lossy" else f"{line} Mbit/s"
+
+
+def claims(report: Report, results: Sequence[Result], lines: Sequence[str]) -> None:
+    """Print what was expected beside what was measured, with any number of peers."""
+    rows = [
+        row
+        for peers in sorted({each.peers for each in results})
+        for row in claimed(Results(results, peers), lines, peers)
+    ]
     report.table(
         [Column("claim"), Column("expected, at least"), Column("measured"), Column("")],
         rows,
@@ -263,7 +288,7 @@ def main() -> None:
     known = [name for name in LINES if name != "none"]
     made.add_argument("--links", nargs="+", choices=list(LINES), default=known)
     made.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
-    made.add_argument("--peers", type=int, default=2, help="2 or more")
+    made.add_argument("--peers", type=int, default=PEERS, help="2 or more")
     made.add_argument("--runs", type=int, default=2, help="of each contestant; 0: only the tables")
     made.add_argument("--inner-steps", type=int, default=ROUND_STEPS, help="H of ours at first")
     made.add_argument("--tokens", type=float, default=AT_TOKENS, help="for the loss at tokens")
@@ -307,7 +332,7 @@ def main() -> None:
         processors(report, found, lines)
         plots(report, found, lines)
         if not arguments.quick:
-            claims(report, found, lines)
+            claims(report, results, lines)
     report.close()
     if arguments.quick and any(each.outcome != "ok" for each in results):
         raise SystemExit(1)

@@ -1,13 +1,14 @@
-"""Runs all benchmarks, each in a process of its own with a deadline, and says how each one ended.
+"""Runs the benchmarks, each in a process of its own with a deadline, and says how each one ended.
 
     python benchmarks/run_all.py [--quick] [--only NAME ...] [--out bench-run]
 
-What is run stands in BENCHES, with arguments that let all of it end within an hour on two cores;
-docs/reproduce.md has the commands of the full sizes. What computes alone, on one thread, and
-prints no times runs two at a time, everything else alone; with --quick, whose figures say nothing,
-three of all kinds, the longest first. Each one's tables, plots and what it printed (log.txt) are in
-a folder of --out under its name. Ends with 1 if one failed or met its deadline. What needs shaped
-links, and so Linux and root, or a GPU is left out elsewhere, and that is said.
+What is run stands in BENCHES, with arguments that let all of it end in about an hour on two cores;
+docs/reproduce.md has the commands of the full sizes, and of what is not run here. What computes
+alone, on one thread, and prints no times runs two at a time, everything else alone; with --quick,
+whose figures say nothing, three of all kinds, the longest first. Each one's tables, plots and what
+it printed (log.txt) are in a folder of --out under its name. Ends with 1 if one failed or met its
+deadline. What needs shaped links, and so Linux and root, or a GPU is left out elsewhere, and that
+is said.
 """
 
 from __future__ import annotations

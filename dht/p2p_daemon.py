@@ -12,7 +12,6 @@ libp2p does not dial again by itself.
 import asyncio
 import asyncio.subprocess
 import contextlib
-import ctypes
 import functools
 import logging
 import signal
@@ -30,6 +29,7 @@ from dilocox.dht.clock import OffsetSample, RunClock, median_offset
 from dilocox.dht.errors import BootstrapsSilent, EnvironmentFault
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import bootstrap_address, listen_address
+from dilocox.dht.parent_death import dying_with_parent
 from dilocox.dht.rpc import LoopThread
 
 logger = logging.getLogger(__name__)
@@ -43,10 +43,7 @@ CLOCK_AGAIN_S = 5.0  # after a bootstrap gave no answer
 PATIENCE = 3  # answers that do not come, after which a connection is given up
 START_MARGIN_S = 2.0  # `startup_s` is kept by what is done in it
 STOP_GRACE_S = 1.0
-PR_SET_PDEATHSIG = 1
 LOOPBACK = ("127.", "::1", "localhost")
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,7 +287,7 @@ def _children_die_with_this_thread() -> Generator[None, None, None]:
     """
     original = asyncio.subprocess.create_subprocess_exec
     asyncio.subprocess.create_subprocess_exec = functools.partial(
-        original, preexec_fn=lambda: _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        original, preexec_fn=dying_with_parent(signal.SIGKILL)
     )
     try:
         yield

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import json
 import logging
 import os
@@ -31,6 +30,7 @@ from rich.console import Console
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.files import write_atomically
+from dilocox.dht.parent_death import dying_with_parent
 
 LEVELS = ("debug", "info", "warning", "error")
 CLEAR_LINE = "\r\x1b[K"  # what stands in this line of the terminal goes
@@ -192,7 +192,6 @@ def end_process(code: int) -> NoReturn:
 
 
 PREFIX = "DILOCOX_"  # of the environment variables that are options
-PR_SET_PDEATHSIG = 1
 
 
 class Child:
@@ -247,13 +246,7 @@ def start_process(command: Sequence[str], log: Path, *, env: Mapping[str, str] |
     It gets a session of its own, so that Ctrl-C reaches it through us, and SIGTERM when we die. The
     environment's options are ours, not its own: its arguments and `env` say all.
     """
-    libc, parent = ctypes.CDLL(None), os.getpid()
     inherited = {name: text for name, text in os.environ.items() if not name.startswith(PREFIX)}
-
-    def die_with_parent() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:  # it was too late to be told
-            os._exit(1)
 
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -262,7 +255,7 @@ def start_process(command: Sequence[str], log: Path, *, env: Mapping[str, str] |
             stdout=output,
             stderr=output,
             start_new_session=True,
-            preexec_fn=die_with_parent,  # noqa: PLW1509 - looked up before the fork
+            preexec_fn=dying_with_parent(signal.SIGTERM),  # noqa: PLW1509
             # each line is in the log when it is written: the last one says why it ended
             env={**inherited, "PYTHONUNBUFFERED": "1", **(env or {})},
         )

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from benchmarks.baseline_peer import Peer, Settings
-from benchmarks.baseline_runs import ALL_REDUCE, AVERAGER, OURS, PLAIN, Result
-from benchmarks.baselines import Results
+from benchmarks.baseline_runs import ALL_REDUCE, ALONE, AVERAGER, OPEN_DILOCO, OURS, PLAIN, Result
+from benchmarks.baselines import Results, claimed
 from dilocox.dht.manifest import DataSpec, InnerSpec
 from dilocox.peer.training.data import Corpus
 from dilocox.peer.training.inner_optimizer import InnerOptimizer, clip_factor
@@ -74,6 +74,30 @@ def test_speeds_are_compared_within_a_turn() -> None:
     assert results.ratios(OURS, "10", PLAIN) == pytest.approx([0.9, 0.95])
     assert results.ratios(OURS, "10", ALL_REDUCE) == pytest.approx([70.0])  # of means
     assert results.ratios(OURS, "1", PLAIN) == []
+
+
+def test_claims_are_told_of_the_links_and_peers_that_ran() -> None:
+    measured = [
+        result(PLAIN, 7000.0),
+        result(OURS, 6500.0),
+        result(AVERAGER, 1930.0),
+        result(ALONE, 6900.0),
+        result(OURS, 6600.0, line="lossy"),
+        result(OPEN_DILOCO, 1100.0, line="lossy"),
+        result(ALL_REDUCE, 75.0, line="lossy"),
+        *(replace(result(name, speed), peers=4) for name, speed in ((OURS, 6.0), (OPEN_DILOCO, 1))),
+    ]
+    assert claimed(Results(measured, 2), ["10", "lossy"], 2) == [
+        ("ours over OpenDiLoCo, 10 Mbit/s with delay and loss", "4.5", "6.0", "reached"),
+        ("ours over hivemind averager, 10 Mbit/s", "4.5", "3.4", "MISSED"),
+        ("ours over AllReduce, 10 Mbit/s with delay and loss", "65", "88.0", "reached"),
+        ("ours over plain loop, 10 Mbit/s", "0.95", "0.929", "MISSED"),
+        ("ours over plain loop, 10 Mbit/s with delay and loss", "0.95", "0.943", "MISSED"),
+        ("ours, averaging off over plain loop", "0.98", "0.986", "reached"),
+    ]
+    assert claimed(Results(measured, 4), ["10", "lossy"], 4) == [
+        ("ours over OpenDiLoCo, 10 Mbit/s, 4 peers", "4.5", "6.0", "reached")
+    ]
 
 
 def test_a_loss_is_that_of_the_newest_joined_weights() -> None:

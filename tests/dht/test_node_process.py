@@ -77,6 +77,7 @@ def _kill_one_and_start_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert killed.stdout is not None and killed.stdout.readline() == b"here\n"
         theirs = {path for path in tmp_path.iterdir() if list(path.iterdir())}
         assert len(theirs) == 2, "sockets, and the folder of multiprocessing"
+        node_process.shared_memory_folder()  # our own, not among theirs
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
         node_process.acquire()
         node_process.release()

@@ -121,17 +121,14 @@ class Hostile:
         return {"rounds": FAR_ROUNDS}
 
     def heads(self) -> dict[str, Any]:
-        """A8: more replicas than there are, in the round that the run is in. They never ring, or
-        ring now, and the group's time is now; one rings far on."""
+        """A8: more replicas than there are, in the round that the run is in, and they never ring in
+        it; one rings far on."""
         own = {key.peer_id for key in self.keys}
         told = self.place.swarm.read(replica_key(self.place.run), ReplicaRecord) or {}
         number = max((each.round for head, each in told.items() if head not in own), default=0)
-        now = self.place.clock.time()
-        for place, (key, swarm) in enumerate(zip(self.keys, self.swarms, strict=True)):
+        for key, swarm in zip(self.keys, self.swarms, strict=True):
             self._lead(key, swarm, number)
-            if place % 2:
-                self._ring(swarm, number, now)
-        self._ring(self.swarms[0], number + MAX_AHEAD // 2, now)
+        self._ring(self.swarms[0], number + MAX_AHEAD // 2, self.place.clock.time())
         return {"round": number}
 
     def hosts(self) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def taken(swarm: LocalSwarm) -> list[RoundRecord]:
         "records",  # A1, A4: certified by keys of its own
         "claims",  # A8: of what nobody has; A4: of the end of the run
         "rounds",  # A2: of rounds that will never be
-        "heads",  # A8: of more replicas than there are, which ring as they like
+        "heads",  # A8: of more replicas than there are, which ring far on and not here
     ],
 )
 def test_what_a_stranger_says_moves_nobody_and_stops_nobody(

@@ -125,6 +125,7 @@ def acquire() -> Path:
         try:
             _folder = Path(tempfile.mkdtemp(prefix="dilocox-"))
             _lock(_folder)
+            _lock(shared_memory_folder())
         except OSError as error:
             raise EnvironmentFault(
                 f"no folder for sockets can be made ({error.strerror}): set TMPDIR to a folder "
@@ -137,7 +138,6 @@ def acquire() -> Path:
                 f"the path {long} is too long for sockets: set TMPDIR to a shorter path"
             )
         _point_hivemind_to(f"/unix{_folder}/")
-        _lock(shared_memory_folder())
     _users += 1
     return _folder
 
@@ -171,7 +171,7 @@ def _remove_what_nobody_uses() -> None:
     for pattern in ("dilocox-*", "pymp-*"):
         for lock in Path(tempfile.gettempdir()).glob(f"{pattern}/{LOCK}"):
             with contextlib.suppress(OSError):  # held, another user's, or just gone
-                descriptor = os.open(lock, os.O_RDWR)
+                descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     remove(lock.parent)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median_low
 
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.names import cut, shown_peer
 from dilocox.dht.records import MAX_TEXT, BellRecord, ClaimRecord, ReplicaRecord, StageRecord
+
+Heads = frozenset[str] | None
+"""Those who count, of all who say that they lead a replica; None where all do."""
 
 
 def nobody_holds(peers: int) -> str:
@@ -49,6 +52,16 @@ class SwarmView:
         default_factory=dict[int, Mapping[str, StageRecord]]
     )
     run_claims: Mapping[str, ClaimRecord] = field(default_factory=dict[str, ClaimRecord])
+
+    def of_heads(self, heads: Heads, keepers: Collection[str]) -> SwarmView:
+        """Without the replicas of other heads, and what others say of the run's tokens; but for
+        keepers of archives."""
+        if heads is None:
+            return self
+        replicas = {peer: each for peer, each in self.replicas.items() if peer in heads}
+        counting = heads | set(keepers)
+        claims = {peer: each for peer, each in self.run_claims.items() if peer in counting}
+        return replace(self, replicas=replicas, run_claims=claims)
 
     def run_tokens(self, witness: str = "") -> int:
         """How many tokens the run has trained on: as the operator's archive, the witness, says;

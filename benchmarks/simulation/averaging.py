@@ -39,6 +39,7 @@ from dilocox.peer.rounds.standing import (
     most_tokens,
     sitting_out,
     voters,
+    voters_before,
 )
 from dilocox.peer.rounds.vote_count import Verdict, Vote, decide, exclusion, may_start
 
@@ -75,11 +76,13 @@ class SimulatedRecord:
 
     @property
     def contributions(self) -> tuple[Contribution, ...]:
-        """Likewise, as in a RoundRecord."""
         return self.members
 
+    @property
+    def voters(self) -> frozenset[str]:
+        return voters_before(self.standings, {each.peer: 1.0 for each in self.members})
+
     def member(self, peer: str) -> Contribution | None:
-        """What this peer put in, or None."""
         return next((member for member in self.members if member.peer == peer), None)
 
 
@@ -91,7 +94,6 @@ class SimulatedLog:
         self.chain: list[tuple[str, SimulatedRecord]] = []
 
     def head(self) -> Tip:
-        """The newest record."""
         if not self.chain:
             return self._root
         digest, record = self.chain[-1]

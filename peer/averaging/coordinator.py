@@ -25,7 +25,7 @@ from dilocox.dht.errors import CannotFollow
 from dilocox.dht.manifest_revisions import ManifestWatch
 from dilocox.dht.node import RunDHT
 from dilocox.dht.records import Record, ReplicaRecord, replica_key
-from dilocox.dht.swarm_view import SwarmView
+from dilocox.dht.swarm_view import Heads, SwarmView
 from dilocox.peer.averaging.announcer import Announcer, replica_record
 from dilocox.peer.averaging.averager import StageAverager
 from dilocox.peer.averaging.connectivity import Connectivity
@@ -164,7 +164,8 @@ class Coordinator(threading.Thread):
             first=first_round,
         )
         self.proven_heads = ProvenHeads()
-        self._heads = SwarmView(me=local.me)  # what the heads that count say
+        self._heads: Heads = None  # that count
+        self._heads_view = SwarmView(me=local.me)  # what they say
         self.joined = threading.Event()
         self.status = LoopStatus()
         self.data_part: tuple[int, int] = (0, 0) if lease is None else (lease.part, 0)
@@ -275,7 +276,7 @@ class Coordinator(threading.Thread):
     @property
     def end_limit_s(self) -> float:
         """How long who has `stopped` waits for its last record; others may take two steps yet."""
-        steps = (min(each.step_s, LONGEST_STEP_S) for each in self._heads.leading.values())
+        steps = (min(each.step_s, LONGEST_STEP_S) for each in self._heads_view.leading.values())
         return self.outcome_limit_s + 2 * max(steps, default=0.0)
 
     @property
@@ -404,7 +405,7 @@ class Coordinator(threading.Thread):
         if whole or now - self._heard_at >= self._rounds.look_s(resting=resting):
             self._heard_at = now
             self._saw_all_at = now if whole else self._saw_all_at
-            wanted = self._rounds.wanted_bells(self._heads)
+            wanted = self._rounds.wanted_bells(self._heads_view)
             # who waits for a record, or for the outcome of a send, looks with every heartbeat
             eager = not stays or self.driver.undecided
             ask = partial(self._read, wanted, self.round, whole=whole, eager=eager)
@@ -439,13 +440,9 @@ class Coordinator(threading.Thread):
         self._read_s = max(looked.seconds, FADES * self._read_s)
         view, newest = self.view, self.chain.last_record
         self.proven_heads.see(newest, view.stage)
-        heads = self._heads = self.proven_heads.counting(
-            view,
-            newest,
-            stage=self._local.stage,
-            head=self.status.head,
-            keepers={*self._dht.bootstraps, self._local.witness},
-        )
+        self._heads = self.proven_heads.counting(view, newest, stage=self._local.stage)
+        keepers = {*self._dht.bootstraps, self._local.witness}
+        said = self._heads_view = view.of_heads(self._heads, keepers)
         if looked.revised:
             self.announce()  # others hear of it from this peer, too
         if looked.bootstrap is not None:
@@ -458,7 +455,7 @@ class Coordinator(threading.Thread):
             self._connectivity.look(view)
         evaluated = [
             (record.val_round, record.val_loss)
-            for record in heads.replicas.values()
+            for record in said.replicas.values()
             if record.val_loss is not None and record.val_round <= self.chain.head.round
         ]
         if evaluated:
@@ -467,14 +464,14 @@ class Coordinator(threading.Thread):
             # training begins when nobody has a record that this peer lacks
             ready = looked.answered and not self.chain.busy and self._stands_on_base()
             if ready and not self.chain.behind(view):
-                self._rounds.start(heads, self.chain.head.round)
+                self._rounds.start(view, self.chain.head.round, heads=self._heads)
                 self.joined.set()
                 self.announce()
         elif self._mover is not None and not self._leaving:
             free = not self.status.head and self.status.unsent_tokens == 0
             turn = int(self._clock.time() / MOVE_TURN_S)
             self.move_to = self._mover.observe(view.stages, free=free, turn=turn)
-        self._run_ended = heads.says_ended(self._local.manifest.end_tokens, self._local.witness)
+        self._run_ended = said.says_ended(self._local.manifest.end_tokens, self._local.witness)
         return True
 
     @property
@@ -499,7 +496,7 @@ class Coordinator(threading.Thread):
         heard = all(
             (claim := claims.get(head)) is not None
             and (claim.revision >= self.revision if by_operator else claim.chain_tokens >= end)
-            for head in self._heads.leading.keys() - {self._local.me}
+            for head in self._heads_view.leading.keys() - {self._local.me}
         )
         waited_s = now - (self._stopped_at or now)
         overdue = waited_s > manifest.deadlines.record_lifetime_s
@@ -513,9 +510,10 @@ class Coordinator(threading.Thread):
         self._stood_still_since = now if self.paused else None
         self._paused_at = min(self._paused_at, now) if self.paused else float("inf")
         self._ring_now |= self._rounds.follow(
-            self._heads,
+            self.view,
             self._replica_record(status),
             self._clock.time(),
+            heads=self._heads,
             head=status.head,
             inner_steps=None if self.ending else self.inner_steps,
             tokens=status.unsent_tokens,

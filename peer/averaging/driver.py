@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
@@ -42,7 +42,7 @@ from dilocox.peer.rounds.group import (
 )
 from dilocox.peer.rounds.rank_choice import RoundPlan
 from dilocox.peer.rounds.record import SendFacts, stage_codec
-from dilocox.peer.rounds.standing import credits, voters
+from dilocox.peer.rounds.standing import VOTING_RECORDS, credits, voters
 from dilocox.peer.rounds.vote_count import AloneWatch, Verdict
 
 logger = logging.getLogger(__name__)
@@ -50,8 +50,9 @@ logger = logging.getLogger(__name__)
 NO_GROUP_S = 2.5  # after the scheduled time nobody new joins a group
 LOOKED_AHEAD = 3  # searches of the DHT that a group may take to find itself, beside its least time
 LONGEST_LEAD_S = 30.0
-FIRST_GROUPS = 2  # of a run, that wait for all who say that they train
+FIRST_GROUPS = 2  # that wait for all who say that they train, where all are new
 STUCK_VOIDS = 3  # in a row, without a new record meanwhile
+GROUP_OVER = "the group's time is over"
 SLACK_S = 15.0  # beyond all deadlines of an attempt: the averaging process hangs
 FROZEN_S = 3.0  # ticks come every tenth of a second: after such a gap this machine slept
 
@@ -106,7 +107,7 @@ class ExchangeDriver:
         )
         self.voids = 0
         self._in_vain = "", 0  # the newest record, and how many sends were void since
-        self._waited_in_vain = 0  # of the run's first groups, those that others did not come to
+        self._waited_in_vain = 0  # sends in a row, whose group others did not come to
 
     @property
     def sent_round(self) -> int | None:
@@ -127,13 +128,17 @@ class ExchangeDriver:
         """The others of the stage without which this peer does not commit alone.
 
         Anybody can say that it trains. So those do not count who are new where this peer is not;
-        and in a run without a record nobody does once they did not come again and again.
+        and where all are new, nobody does once they did not come again and again.
         """
-        counted, last = view.counted(), self._chain.last_record
-        if last is not None:
-            return voters(credits(counted, last.standings, last.round + 1)) - {self._local.me}
-        others = frozenset(counted) - {self._local.me}
-        return others if self._waited_in_vain < FIRST_GROUPS else frozenset()
+        known = self._credits(view.counted())
+        if self._waited_in_vain >= FIRST_GROUPS and max(known.values()) < VOTING_RECORDS:
+            return frozenset()
+        return voters(known) - {self._local.me}
+
+    def _credits(self, peers: Iterable[str]) -> dict[str, int]:
+        """In how many records each of them was, as the newest one says."""
+        last = self._chain.last_record
+        return credits(peers, last.standings, last.round + 1) if last else dict.fromkeys(peers, 0)
 
     @property
     def exchanging(self) -> bool:
@@ -238,7 +243,7 @@ class ExchangeDriver:
             return
         # others may be as late: while they look for each other, this one can be among them
         if not alone and late > NO_GROUP_S + self._deadlines.matchmaking_s:
-            self._void(job, "the group's time is over")
+            self._void(job, GROUP_OVER)
             return
         dial_out = {peer for peer, record in view.stage.items() if record.client_mode}
         self._start(job, counted, dial_out, alone=alone)
@@ -247,12 +252,15 @@ class ExchangeDriver:
         self, job: _Job, counted: tuple[str, ...], dial_out: set[str], *, alone: bool
     ) -> None:
         local, deadlines, last = self._local, self._deadlines, self._chain.last_record
-        last_contributors = () if last is None else tuple(m.peer for m in last.members)
+        contributors = () if last is None else tuple(m.peer for m in last.members)
+        # who had just come need not be there: it may have come for that alone
+        last_contributors = tuple(sorted(voters(self._credits(contributors))))
         if alone or (last is None and self._waited_in_vain >= FIRST_GROUPS):
             # anybody can say that it trains, and stay away: then who comes begins the run, and of
             # two that begin it the operator's archive takes one
             counted = (local.me,)
-        credited = {each.peer for each in last.standings if each.credited} if last else set[str]()
+        known = self._credits(counted)
+        leaders = {peer for peer in voters(known) if known[peer]} - dial_out
         expected = set(counted) - set(job.blamed)
         matchmaking_s = max(0.0, job.scheduled_at - self._clock.time()) + NO_GROUP_S
         matchmaking_s = max(matchmaking_s, deadlines.matchmaking_s + NO_GROUP_S)
@@ -265,9 +273,9 @@ class ExchangeDriver:
             tokens_cap=tokens_cap(local.manifest),
             counted=counted,
             # While somebody is new, not all know of all: then the group waits for its time.
-            expected=len(expected) if expected <= set(last_contributors) else None,
+            expected=len(expected) if expected <= set(contributors) else None,
             # any other one could gather all, and never begin
-            leaders=tuple(sorted(credited & set(counted) - dial_out)),
+            leaders=tuple(sorted(leaders)),
             last_contributors=last_contributors,
             anchor_before=self._chain.anchor_sha256,
             last=last,
@@ -310,7 +318,7 @@ class ExchangeDriver:
             return
         except (AllreduceException, MatchmakingException) as error:
             logger.debug("round %d: hivemind says: %s", job.round, error)
-            self._waited_in_vain += 1
+            self._waited_in_vain += not job.nobody_came
             if self.alone.may_commit(self._clock.monotonic()) and not job.nobody_came:
                 job.nobody_came = True  # who is new may have joined another time
                 return
@@ -333,6 +341,7 @@ class ExchangeDriver:
             if not job.undecided:
                 self._leave_open(job)
         elif result.verdict is Verdict.COMMITTED:
+            self._waited_in_vain = 0
             self._last_exchange_s = result.seconds + result.codec_s
             self._chain.committed(job.round, result.seconds, result.matchmaking_s)
         elif job.attempt == 0:
@@ -360,7 +369,8 @@ class ExchangeDriver:
 
     def _void(self, job: _Job, reason: str, *, certain: bool = True) -> None:
         self.voids += 1
-        (on, count), digest = self._in_vain, self._chain.head.digest
-        self._in_vain = digest, count + 1 if on == digest else 1
+        if reason != GROUP_OVER:  # to which a single head that rings too early can bring it
+            (on, count), digest = self._in_vain, self._chain.head.digest
+            self._in_vain = digest, count + 1 if on == digest else 1
         self._job = None
         self._events.put(Voided(round=job.round, reason=reason, certain=certain))

@@ -10,11 +10,10 @@ after a few rounds. Until anybody has, everybody counts.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 
 from dilocox.dht.records import StageRecord
-from dilocox.dht.swarm_view import SwarmView
+from dilocox.dht.swarm_view import Heads, SwarmView
 from dilocox.peer.rounds.record import RoundRecord
 from dilocox.peer.rounds.standing import FORGOTTEN_ROUNDS, credits, voters
 
@@ -41,43 +40,19 @@ class ProvenHeads:
         self._rounds = kept
         self.peers = frozenset(h for h, (count, _) in kept.items() if count >= PROVEN_ROUNDS)
 
-    def counting(
-        self,
-        view: SwarmView,
-        newest: RoundRecord | None,
-        *,
-        stage: int,
-        head: str,
-        keepers: Collection[str],
-    ) -> SwarmView:
-        """This look at the swarm, with the replicas, bells and tokens of heads that count.
-
-        newest: record of this peer's stage. head: of its replica, if it is in one. keepers: of
-        archives, whose word on the tokens counts, too. Anybody can say that it leads a replica, and
-        ring: the others would wait for as many of them again, or follow them to their times.
+    def counting(self, view: SwarmView, newest: RoundRecord | None, *, stage: int) -> Heads:
+        """The heads whose replicas and bells count in the round after a record of this peer's
+        stage. Anybody can say that it leads a replica, and ring: the others would wait for as many
+        of them again, or follow them to their times.
         """
         if newest is None:
-            return view
+            return None
         following = newest.round + 1
-        if stage == 0:
-            leading = view.leading.keys() | {view.me}
-            told = {peer for bells in view.bells.values() for peer in bells}
-            known = credits({*leading, *told, *view.run_claims}, newest.standings, following)
-            heads = voters(known, among=leading)
-        else:
+        if stage:
             voting = voters(credits(view.stage, newest.standings, following))
-            heads = self.peers | {view.stage[peer].replica for peer in voting} | {head}
-            heads -= {""}
-        if not heads:
-            return view
-        replicas = {peer: each for peer, each in view.replicas.items() if peer in heads}
-        bells = {
-            number: {peer: bell for peer, bell in here.items() if peer in heads}
-            for number, here in view.bells.items()
-        }
-        claims = {
-            peer: claim
-            for peer, claim in view.run_claims.items()
-            if peer in heads or peer in keepers
-        }
-        return replace(view, replicas=replicas, bells=bells, run_claims=claims)
+            named = frozenset(view.stage[peer].replica for peer in voting)
+            return named - {""} or None
+        leading = view.leading.keys() | {view.me}
+        told = {peer for bells in view.bells.values() for peer in bells}
+        known = credits({*leading, *told, *view.run_claims}, newest.standings, following)
+        return voters(known, among=leading)

@@ -26,6 +26,7 @@ from dilocox.dht.swarm_view import SwarmView
 if TYPE_CHECKING:
     from dilocox.peer.chain.chain_client import Reached
     from dilocox.peer.chain.store import RoundLog, Tip
+    from dilocox.peer.rounds.record import RoundRecord
 
 MAX_NOTED = 1000  # digests or peers
 CREDIT_ROUNDS = 10  # whose contributors stand behind what comes next
@@ -167,7 +168,7 @@ class Trust:
         """In how many of the chain's last records each peer's values are; whose are in the last."""
         if self._credit[0] != head.digest:
             headers = [log.header(number) for number in log.rounds()[-CREDIT_ROUNDS:]]
-            peers = [{each.peer for each in header.contributions} for header in headers if header]
+            peers = [_counting(header) for header in headers if header is not None]
             credit = Counter(peer for each in peers for peer in each)
             self._credit = head.digest, credit, peers[-1] if peers else set()
         return self._credit[1:]
@@ -254,6 +255,11 @@ class ClaimBook:
     def donors(self, peers: Collection[str]) -> list[str]:
         """Those of them to ask for a state: liars only where there is nobody else."""
         return [peer for peer in peers if peer not in self._liars] or list(peers)
+
+
+def _counting(header: RoundRecord) -> set[str]:
+    """Those whose values are in a record, of those who voted for it: not who had just come."""
+    return {each.peer for each in header.contributions} & header.voters
 
 
 def _going_on(credit: Counter[str], view: SwarmView, head: Tip) -> Counter[str]:

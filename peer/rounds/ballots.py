@@ -208,7 +208,8 @@ class Ballots:
 
     def blamed(self) -> tuple[str, ...]:
         """Whom a repeated attempt would leave out, by the votes at hand; never this member."""
-        found = exclusion(self._counting(), set(self.ballot.members) - self.voted())
+        votes = self._counting()
+        found = exclusion(votes, set(self.ballot.members) - {vote.voter for vote in votes})
         return tuple(peer for peer in found if peer != self.identity.peer_id)
 
     def _counting(self) -> list[Vote]:

@@ -15,7 +15,8 @@ With one row this is the flat exchange: a part is a share, and nothing travels b
 
 The order of members is that of a hash over the group's id, new in every attempt, so that nobody
 chooses its row, and whoever is slow shares it with others each time. Those that can only dial out
-come last: they are no reducers, and every row needs some.
+come last: they are no reducers, and every row needs some. And every row needs voters (standing.py),
+by whom the others in it are judged: they are dealt first among those that can be reached.
 """
 
 from __future__ import annotations
@@ -56,7 +57,12 @@ class Grid:
 
     @classmethod
     def of(
-        cls, group: bytes, peers: Collection[str], reducers: Collection[str], row_size: int
+        cls,
+        group: bytes,
+        peers: Collection[str],
+        reducers: Collection[str],
+        row_size: int,
+        voters: Collection[str] = (),
     ) -> Grid:
         """Arrange the members of a group.
 
@@ -64,14 +70,17 @@ class Grid:
             group: its id, which all members know.
             peers: all members.
             reducers: those of them that others can reach; at least one.
-            row_size: how many members a row has at most, if there are reducers for so many rows.
+            row_size: how many members a row has at most, if there are reducers and voters for so
+                many rows.
+            voters: those by whom the others are judged; all, if none is named.
         """
 
-        def dealt(peer: str) -> tuple[bool, bytes]:
-            return peer not in reducers, hashlib.sha256(group + peer.encode()).digest()
+        def dealt(peer: str) -> tuple[bool, bool, bytes]:
+            place = hashlib.sha256(group + peer.encode()).digest()
+            return peer not in reducers, peer not in voters, place
 
         order = sorted(peers, key=dealt)
-        count = min(-(-len(order) // row_size), len(reducers))
+        count = min(-(-len(order) // row_size), len(reducers), len(voters or peers))
         rows = tuple(tuple(order[row::count]) for row in range(count))
         return cls(rows, len(reducers) // count)
 

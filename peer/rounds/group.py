@@ -426,7 +426,7 @@ def attempt_setup(
     growth = sum(phase.numel for phase in phases) / at_first
     codec_times = [tickets[peer].codec_s for peer in voting]
     deadlines, codec_s = attempt_times(manifest.deadlines, len(phases), growth, codec_times)
-    grid = Grid.of(group, tickets.keys(), reducers, manifest.rounds.group_size)
+    grid = Grid.of(group, tickets.keys(), reducers, manifest.rounds.group_size, voting)
     steps = manifest.rounds.inner_steps if last is None else last.next_inner_steps
     template = RoundRecord(
         run=plan.run,

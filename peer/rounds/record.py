@@ -43,7 +43,7 @@ from dilocox.peer.rounds.standing import (
     MOST_CREDITED,
     MOST_EXCLUSIONS,
     Standing,
-    voters,
+    voters_before,
 )
 from dilocox.peer.rounds.vote_count import MAX_MEMBERS
 
@@ -236,10 +236,7 @@ class RoundRecord:
     @property
     def voters(self) -> frozenset[str]:
         """The members whose votes count for it: as `standing.voters` found them before it."""
-        now = {each.peer: each.credited for each in self.standings}
-        return voters(
-            {peer: max(0, now.get(peer, 0) - (share > 0)) for peer, share in self.heard().items()}
-        )
+        return voters_before(self.standings, self.heard())
 
     def left_out(self, peer: str, codec: StageCodec) -> list[slice]:
         """The slices of the stage's vector that lack this member's values, at least in part."""

@@ -6,7 +6,8 @@ is known: the one moment at which all groups of the round form. (Without a commo
 formed one group when peers came 3 s apart; with it 8 of 8.) Slower replicas get a grace, then stop
 at their next inner step. So nobody waits for the slowest, and nobody meets an empty room.
 
-    q    half of the replicas known from their records, rounded up, at least 2 where 2 are known
+    q    half of the replicas known from their records, rounded up, at least 2 where 2 are known;
+         of those whose heads count (averaging/proven_heads.py)
     T_R  finish of the q-th + grace + the longest inner step that the replicas state + the notice;
          now + that inner step + the notice once all known replicas have rung
 
@@ -22,12 +23,15 @@ ever moves to an earlier time, and that with notice. Pure rules over records: `n
 
 - a bell that finished later than now + CLOCK_ERROR_S does not count (yet);
 - a T_R before its own bell's finish or beyond the horizon does not count, nor does one without
-  the end of its grace; a T_R in the past does: who is late finds no group and sends with the next;
+  the end of its grace, or before q bells are seen, or earlier than the q-th; a T_R in the past
+  does: who is late finds no group and sends with the next. What one's own head says is believed;
 - the round's time is the lower median of what the first q bells state, and a replica whose one
   inner step takes longer than that is not waited for: no single statement delays the others;
 - equal finish times need no order: only the q-th smallest time enters, and no peer is preferred.
   Of equal T_R the one with the earlier end of grace counts;
-- a round far beyond the newest record and beyond what most replicas state is nobody's round.
+- a round far beyond the newest record and beyond what most replicas state is nobody's round;
+- of heads that do not count yet, inner steps and notice are waited for within a small share of the
+  round: who is new and slow must come to a group, or it would never count.
 
 `RoundKeeper` keeps the round of a peer: when a head rings, when to send, when to go on.
 
@@ -44,13 +48,13 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median_low
 
 from dilocox.dht.clock import Clock
 from dilocox.dht.records import MAX_INDEX, BellRecord, ReplicaRecord
-from dilocox.dht.swarm_view import SwarmView
+from dilocox.dht.swarm_view import Heads, SwarmView
 
 BELLS_READ = 8  # bell keys a head reads at most, so that strange round numbers cost it little
 MAX_AHEAD = 64  # rounds beyond the newest record that others may lead a peer to
@@ -60,6 +64,7 @@ NOTICE_S = 2.0  # to spread T_R, at least
 # A longer notice that others state is believed up to the larger of these: what a bad line takes,
 # and a share of the round's time.
 NOTICE_BOUND_S, NOTICE_BOUND_SHARE = 20.0, 0.125
+NEW_SHARE = 0.05  # of the round's time, that each of both is believed of heads that do not count
 CLOCK_ERROR_S = 3.0  # how far run times may be apart; hivemind refuses peers that are further off
 HORIZON_S = 24 * 3600.0  # nothing sensible is announced further ahead, and nothing takes longer
 
@@ -83,6 +88,10 @@ class RoundView:
     """By head: the bells of this round, one's own included once it has rung."""
     replicas: Mapping[str, ReplicaRecord]
     """By head: the replicas known, one's own included while it stands."""
+    new: Collection[ReplicaRecord] = ()
+    """Those of heads that do not count."""
+    head: str = ""
+    """Of the replica that this peer is in."""
     known: Schedule | None = None
     """The times found before: they stand, also where nobody tells of them any more."""
 
@@ -99,11 +108,16 @@ class RoundView:
 
     def schedule(self, now_s: float) -> Schedule | None:
         """The smallest T_R that a bell carries or carried, with its end of grace; None if none."""
+        rung = self.rung(now_s)
+        finishes = sorted(bell.finished_at for bell in rung.values())
+        enough = len(finishes) >= self._quorum
+        soonest = finishes[self._quorum - 1] - CLOCK_ERROR_S if enough else math.inf
         found = [
             (bell.scheduled_at, bell.send_after)
-            for bell in self.rung(now_s).values()
+            for head, bell in rung.items()
             if bell.scheduled_at is not None
             and bell.send_after is not None
+            and (head == self.head or soonest <= bell.scheduled_at)
             and bell.finished_at <= bell.scheduled_at <= now_s + HORIZON_S
             and bell.send_after <= bell.scheduled_at
         ]
@@ -152,12 +166,15 @@ class RoundView:
         """The longest inner step that the replicas state; one absurd record delays nobody."""
         # none are known to a head that has rung and then lost its replica
         longest = max((replica.step_s for replica in self.replicas.values()), default=0.0)
-        return max(0.0, min(longest, round_s))
+        new = max((replica.step_s for replica in self.new), default=0.0)
+        return max(0.0, min(longest, round_s), min(new, NEW_SHARE * round_s))
 
     def _notice_s(self, round_s: float) -> float:
         """Until all have heard of what is written now."""
         stated = max((replica.hear_s for replica in self.replicas.values()), default=0.0)
-        return max(NOTICE_S, min(stated, max(NOTICE_BOUND_S, NOTICE_BOUND_SHARE * round_s)))
+        bound = max(NOTICE_BOUND_S, NOTICE_BOUND_SHARE * round_s)
+        new = max((replica.hear_s for replica in self.new), default=0.0)
+        return max(NOTICE_S, min(stated, bound), min(new, NEW_SHARE * round_s))
 
     @property
     def _quorum(self) -> int:
@@ -220,6 +237,8 @@ class RoundKeeper:
         self._began = clock.monotonic()
         self._lasted_s = 0.0  # the round before
         self._finished = False
+        self._heads: Heads = None  # that count
+        self._head = ""  # of the replica that this peer is in
         self._known: dict[int, _Round] = {first: _Round()}  # this round, and those yet to meet
         self.round = first
 
@@ -267,11 +286,12 @@ class RoundKeeper:
         known = self._known.get(round_number)
         return None if known is None or known.times is None else known.times.scheduled_at
 
-    def start(self, view: SwarmView, last_record: int) -> None:
-        """The round in which a peer begins that joins or comes back."""
+    def start(self, view: SwarmView, last_record: int, *, heads: Heads = None) -> None:
+        """The round in which a peer begins that joins or comes back. heads: that count."""
         with self._lock:
+            self._heads = heads
             self._hear(view)
-            stated = [replica.round for replica in view.replicas.values()]
+            stated = [each.round for each in self._replicas(view, None).values()]
             self._go_to(max(self.round, last_record + 1, self._led_to(view, None, stated)))
 
     def stood_still(self, seconds: float) -> None:
@@ -302,6 +322,7 @@ class RoundKeeper:
         now: float,
         *,
         head: str,
+        heads: Heads = None,
         inner_steps: int | None,
         tokens: int,
         undecided: bool,
@@ -317,8 +338,11 @@ class RoundKeeper:
         A head does not ring while the last send is `undecided`, its own or a member's: it trains
         on, and the round lasts as long as the exchange. If it rang, who waits for an outcome would
         have to skip the send of this round, and two peers that skip in turn would never meet.
+
+        heads: that count. Another one rings, too, and goes by the times of these.
         """
         with self._lock:
+            self._heads, self._head = heads, head
             self._hear(view)
             if (newest := self._led_to(view, own)) != self.round:
                 self._go_to(newest)
@@ -363,17 +387,15 @@ class RoundKeeper:
 
         A bell of R says that that of R-1 reached its quorum, so a replica in an earlier round goes
         to R at once and keeps its steps. It is believed where as many heads are seen to have rung
-        R-1 or to be in R: one alone leads nobody. stated: rounds that may be such without a bell.
+        R-1 or to be in R as are half of all. stated: rounds that may be such without a bell.
         """
         replicas = self._replicas(view, own)
-        rung = [(number, head) for number, each in self._known.items() for head in each.bells]
-        own_bells = [number for number, each in self._known.items() if each.own is not None]
-        rung += [(number, self._me) for number in own_bells]
+        rung = [(number, head) for number in self._known for head in self._bells(number)]
         told = {number for number, _ in rung} | set(stated)
         for newest in sorted((number for number in told if number > self.round), reverse=True):
             there = {head for number, head in rung if number >= newest - 1}
             there |= {head for head, each in replicas.items() if each.round >= newest}
-            if len(there) >= _quorum(len(replicas)):
+            if 2 * len(there) >= max(1, len(replicas)):
                 return newest
         return self.round
 
@@ -389,14 +411,35 @@ class RoundKeeper:
                 known.own = replace(known.own, **vars(known.times))
 
     def _view(self, number: int, view: SwarmView, own: ReplicaRecord | None) -> RoundView:
-        known = self._known[number]
-        bells = known.bells | ({} if known.own is None else {self._me: known.own})
+        everybody = dict(view.leading) | ({} if own is None else {self._me: own})
         replicas = self._replicas(view, own)
-        return RoundView(round=number, bells=bells, replicas=replicas, known=known.times)
+        return RoundView(
+            round=number,
+            bells=self._bells(number),
+            replicas=replicas,
+            new=[each for head, each in everybody.items() if head not in replicas],
+            head=self._head,
+            known=self._known[number].times,
+        )
 
     def _replicas(self, view: SwarmView, own: ReplicaRecord | None) -> dict[str, ReplicaRecord]:
-        replicas = {head: each for head, each in view.leading.items() if head != self._me}
-        return replicas if own is None else replicas | {self._me: own}
+        """Those that count, one's own as it is."""
+        known = {head: each for head, each in view.leading.items() if head != self._me}
+        known |= {} if own is None else {self._me: own}
+        return {head: each for head, each in known.items() if self._counts(head)}
+
+    def _bells(self, number: int) -> dict[str, BellRecord]:
+        """Likewise, and that of one's own head."""
+        known = self._known[number]
+        bells = known.bells | ({} if known.own is None else {self._me: known.own})
+        return {
+            head: bell
+            for head, bell in bells.items()
+            if self._counts(head) or (head == self._head != self._me)
+        }
+
+    def _counts(self, head: str) -> bool:
+        return self._heads is None or head in self._heads
 
     @property
     def _here(self) -> _Round:

@@ -90,7 +90,7 @@ class Reduction:
         self.here.add(peer)
 
     def finish(self) -> RowMean | None:
-        """The mean of all that was added, as far as it is believed; None if nothing was."""
+        """The mean of all that was added, as far as it is believed; None if nothing is."""
         names, payloads = sorted(self._payloads), self._payloads
         self.give_up()
         if not names:
@@ -107,6 +107,8 @@ class Reduction:
             return in_order(found)
 
         votes = [name in self._voters for name in names]
+        if self._voters and not any(votes):  # nobody to judge them by
+            return None
         by = factors(self._rule, [self._norms[name] for name in names], votes, along)
         believed = kept(names, by)
         tokens = sum(self._weight[name] for name in believed)

@@ -4,9 +4,9 @@ was not, and whether it sits out.
 It stands in every record, made of the record before and of the round itself, so all members
 know the same. Four rules rest on it:
 
-- *Voters.* Who was in three records, or in as many as any other of its group, votes, and the others
-  are judged by it. Whoever else comes adds what it learnt, and no decision waits for it: a crowd of
-  fresh keys could commit what it likes, or keep a group from every decision.
+- *Voters.* Who was in three records, or in half as many as any other of its group, votes, and the
+  others are judged by it. Whoever else comes adds what it learnt, and no decision waits for it: a
+  crowd of fresh keys could commit what it likes, or keep a group from every decision.
 - *Probation.* A fresh key costs nothing. In an average a peer counts in full once it was in as many
   records as the others, or in ten; before that less, and all such peers together at most a third.
 - *Left out.* That an attempt had to be repeated without a peer is nobody's fault once. Again soon,
@@ -96,6 +96,14 @@ def following_standings(
         known[peer] = found.excluded(round_number)
     newest = sorted(known.values(), key=lambda each: (-each.round, each.peer))[:MAX_STANDINGS]
     return tuple(sorted(newest, key=lambda each: each.peer))
+
+
+def voters_before(after: Iterable[Standing], heard: Mapping[str, float]) -> frozenset[str]:
+    """Who voted for a record, of its members, by what it remembers, and in which share of its
+    average each of them was.
+    """
+    now = {each.peer: each.credited for each in after}
+    return voters({peer: max(0, now.get(peer, 0) - (share > 0)) for peer, share in heard.items()})
 
 
 def sitting_out(before: Iterable[Standing], round_number: int) -> set[str]:

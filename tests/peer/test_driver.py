@@ -205,6 +205,38 @@ def test_nobody_who_is_new_keeps_the_last_peer_of_a_stage_from_going_on() -> Non
     assert again.alone and again.counted == (me,)
 
 
+def test_who_was_in_one_record_and_stays_away_need_not_be_there() -> None:
+    """A crowd that came once, said that it trains, and never came again stopped the stage."""
+    world = World()
+    world.alone = False
+    me, old = local_peer().me, Standing(peer="", round=0, credited=9)
+    crowd = [f"crowd {place}" for place in range(9)]
+    record = last_record(me, "other", *crowd)
+    known = tuple(replace(old, peer=peer) for peer in sorted([me, "other"]))
+    known += tuple(replace(old, peer=peer, credited=1) for peer in crowd)
+    world.chain.last_record = SimpleNamespace(**vars(record) | {"standings": known})
+    world.submit()
+    world.tick()
+    assert set(world.orders[0].last_contributors) == {me, "other"}
+    assert set(world.orders[0].leaders) == {me, "other"}
+
+
+def test_where_all_are_new_nobody_is_waited_for_for_ever() -> None:
+    """Its voters died, and of two that are left one only says that it trains."""
+    world = World()
+    me = local_peer().me
+    world.chain.last_record = last_record("gone", credited=9)
+    assert world.driver.rivals(WITH_ANOTHER) == {"other"}
+    for _ in range(2):
+        world.answer = Future()
+        world.answer.set_exception(TooFew("1 member"))
+        world.submit()
+        world.tick_for(3 * TICK_S)
+    assert world.driver.rivals(WITH_ANOTHER) == frozenset()
+    world.chain.last_record = last_record(me, "other", credited=9)
+    assert world.driver.rivals(WITH_ANOTHER) == {"other"}, "it is no stranger"
+
+
 def test_who_is_as_old_as_this_peer_is_not_passed_over() -> None:
     world = World()
     world.alone = False

@@ -171,7 +171,8 @@ def test_of_two_chains_the_one_with_more_tokens_wins(
 # ---- whose claims count --------------------------------------------------------------------------
 WITNESS = "boot"
 LOG = {0: ("r0", "ab"), 1: ("r1", "abc"), 2: ("r2", "abc"), 3: ("r3", "abc"), 4: ("aa", "abc")}
-"""Our chain by round: the digest of its record, and whose values are in it."""
+"""Our chain by round: the digest of its record, and whose values are in it; who is in capital
+letters had no vote."""
 
 
 class Credited:
@@ -184,9 +185,13 @@ class Credited:
         return sorted(self.records)
 
     def header(self, number: int) -> Any:
-        peers = [SimpleNamespace(peer=peer) for peer in self.records[number][1]]
+        names = self.records[number][1]
         before = [digest for n, (digest, _) in self.records.items() if n < number]
-        return SimpleNamespace(contributions=peers, previous=before[-1] if before else "root")
+        return SimpleNamespace(
+            contributions=[SimpleNamespace(peer=peer) for peer in names.lower()],
+            voters=set(names) - set(names.upper()),
+            previous=before[-1] if before else "root",
+        )
 
     def find(self, digest: str) -> int | None:
         return next((n for n, (found, _) in self.records.items() if found == digest), None)
@@ -284,6 +289,15 @@ def test_most_of_those_who_made_the_last_record_go_on_without_who_made_most_of_t
         assert counting(trust, stays | goes_on, Credited(records)) == "aa bb"
         alone = {"a": claim("bb", number=10)}
         assert counting(trust, stays | alone, Credited(records)) == "aa"
+
+
+def test_a_crowd_that_was_let_into_one_record_leads_nobody_away(clock: TestClock) -> None:
+    """Each sent a vector of zeros, which no gate leaves out; they were most of the last record."""
+    records = {n: (f"r{n}", "abc") for n in range(9)} | {9: ("aa", "abcDEFGHIJK")}
+    told = {name: claim("bad", number=10) for name in "defghijk"}
+    told |= {name: claim("aa", 500, 9) for name in "abc"}
+    for me in (WITNESS, "me"):
+        assert counting(trust_of(clock, me=me), told, Credited(records)) == "aa"
 
 
 def test_who_is_stuck_does_not_keep_the_archive_from_those_who_go_on(clock: TestClock) -> None:

@@ -356,3 +356,13 @@ def test_a_member_reaches_its_row_and_column_and_not_the_group(
         near = set(group.grid.row(peer)) | set(group.grid.column(peer))
         assert others <= near | set(group.grid.opposite(peer)), "it called somebody far"
         assert len(others) <= ROW - 1 + 2
+
+
+def test_every_row_has_voters_and_there_are_no_more_rows_than_these() -> None:
+    """A row of a crowd alone would judge itself."""
+    crowd, voters = names(60), [f"voter {place}" for place in range(5)]
+    peers = [*crowd, *voters]
+    grid = Grid.of(b"id", peers, peers, 6, voters)
+    assert len(grid.rows) == 5
+    assert all(len(set(row) & set(voters)) == 1 for row in grid.rows)
+    assert sorted(peer for row in grid.rows for peer in row) == sorted(peers)

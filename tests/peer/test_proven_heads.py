@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dilocox.dht.records import ClaimRecord, ReplicaRecord, StageRecord
-from dilocox.dht.swarm_view import SwarmView
+from dilocox.dht.swarm_view import Heads, SwarmView
 from dilocox.peer.averaging.proven_heads import PROVEN_ROUNDS, ProvenHeads
 from dilocox.peer.rounds.record import Contribution, ReducedShare, RoundRecord
 from dilocox.peer.rounds.standing import FORGOTTEN_ROUNDS, Standing
@@ -57,46 +57,41 @@ def of_heads(*names: str) -> dict[str, ReplicaRecord]:
     return {name: replica_record(name) for name in names}
 
 
-def counting(
-    stage: int, view: SwarmView, *credited: str, head: str = "", heads: ProvenHeads | None = None
-) -> SwarmView:
-    """What counts after a record that says that these peers were in nine."""
+def counting(stage: int, view: SwarmView, *credited: str) -> Heads:
+    """Who counts after a record that says that these peers were in nine."""
     known = tuple(Standing(peer=peer, round=3, credited=9) for peer in sorted(credited))
     newest = replace(record(3, "any"), standings=known)
-    return (heads or ProvenHeads()).counting(
-        view, newest, stage=stage, head=head, keepers={"archive"}
-    )
+    return ProvenHeads().counting(view, newest, stage=stage)
 
 
-def test_a_crowd_that_says_it_leads_replicas_is_not_waited_for_and_its_bells_lead_nobody() -> None:
-    crowd = [f"fresh {place}" for place in range(12)]
-    bell = bell_record(0.0, (0.0, 0.0))
+CROWD = [f"fresh {place}" for place in range(12)]
+
+
+def test_a_crowd_that_says_it_leads_replicas_counts_for_nothing() -> None:
     claim = ClaimRecord(round=3, digest="d", tokens=1, chain_tokens=10**12, record_bytes=1)
     view = SwarmView(
         me="a",
-        replicas=of_heads("a", "b", *crowd),
-        bells={4: dict.fromkeys(["a", "b", "gone", *crowd], bell)},
-        run_claims=dict.fromkeys(["b", "archive", *crowd], claim),
+        replicas=of_heads("a", "b", *CROWD),
+        bells={4: dict.fromkeys(["a", "b", "gone", *CROWD], bell_record(0.0, (0.0, 0.0)))},
+        run_claims=dict.fromkeys(["b", "archive", *CROWD], claim),
     )
-    seen = counting(0, view, "a", "b", "gone")
-    assert seen.replicas.keys() == {"a", "b"}
-    assert seen.bells[4].keys() == {"a", "b", "gone"}, "who rang and left has rung"
-    assert seen.run_claims.keys() == {"b", "archive"}
-    assert ProvenHeads().counting(view, None, stage=0, head="", keepers=()) == view
+    heads = counting(0, view, "a", "b", "gone")
+    assert heads == {"a", "b", "gone"}, "who rang and left has rung"
+    said = view.of_heads(heads, {"archive"})
+    assert said.replicas.keys() == {"a", "b"}
+    assert said.run_claims.keys() == {"b", "archive"}
+    assert ProvenHeads().counting(view, None, stage=0) is None, "a run begins"
+    assert view.of_heads(None, ()) == view
 
 
-def test_peers_of_later_stages_go_by_those_of_their_own_stage_whom_they_know() -> None:
-    told = {"x": "A", "y": "", "me": "", **{f"fresh {place}": "Z" for place in range(9)}}
-    view = SwarmView(me="me", stage=hosts(**told), replicas=of_heads("A", "B", "C", "Z"))
-    assert counting(1, view, "x", "y", "me").replicas.keys() == {"A"}
-    assert counting(1, view, "x", "y", "me", head="B").replicas.keys() == {"A", "B"}
-    heads = ProvenHeads()
-    for number in range(PROVEN_ROUNDS):
-        heads.see(record(number, "w"), hosts(w="C"))
-    assert counting(1, view, "x", "y", "me", heads=heads).replicas.keys() == {"A", "C"}
-    assert counting(1, view).replicas.keys() == {"A", "Z"}, "where all are new, all count"
+def test_peers_of_later_stages_go_by_whom_those_name_that_vote_in_theirs() -> None:
+    told = {"x": "A", "y": "", "me": "", **dict.fromkeys(CROWD, "Z")}
+    view = SwarmView(me="me", stage=hosts(**told), replicas=of_heads("A", "B", "Z"))
+    assert counting(1, view, "x", "y", "me") == {"A"}
+    assert counting(1, view) == {"A", "Z"}, "where all are new, all count"
+    assert counting(1, view, "y") is None, "nobody of them is in a replica"
 
 
 def test_where_the_old_heads_are_gone_the_new_ones_go_on() -> None:
     view = SwarmView(me="new", replicas=of_heads("new", "newer"))
-    assert counting(0, view, "gone").replicas.keys() == {"new", "newer"}
+    assert counting(0, view, "gone") == {"new", "newer"}

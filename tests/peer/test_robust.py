@@ -116,6 +116,12 @@ def test_a_crowd_of_new_members_is_judged_by_those_who_vote_and_not_the_other_wa
     assert friend.contributors == (*voters, "new"), "who is new and honest is heard"
 
 
+def test_where_no_voter_s_part_came_there_is_no_mean() -> None:
+    reduction = Reduction(GroupCodec(32), {"new": 1}, 64, "gate", voters=["old"])
+    reduction.add("new", encode(GroupCodec(32), torch.ones(64)))
+    assert reduction.finish() is None
+
+
 def test_who_states_ten_times_the_tokens_moves_a_mean_twice_at_most() -> None:
     sent = list(parts(1.0)[:4])
     heavy = reduced("none", sent, names="abcd", tokens=(1000, 1, 1, 1)).values

@@ -6,7 +6,7 @@ import pytest
 
 from dilocox.dht.records import MAX_INDEX, BellRecord, ReplicaRecord, bell_key, parse_key
 from dilocox.dht.swarm_view import SwarmView
-from dilocox.peer.rounds.round_end import RoundKeeper
+from dilocox.peer.rounds.round_end import NEW_SHARE, NOTICE_S, RoundKeeper
 from tests.peer.clocks import TestClock
 from tests.pipeline.swarms import bell_record, replica_record
 
@@ -38,28 +38,107 @@ def follow(
 
 
 # ---- where others lead ---------------------------------------------------------------------------
+def heads_in(**rounds: int) -> dict[str, ReplicaRecord]:
+    return {name: replica_record(name, round=number) for name, number in rounds.items()}
+
+
 def test_one_head_alone_leads_nobody_to_a_far_round_and_half_of_them_do() -> None:
     keeper = keeper_of()
-    heads = {name: replica_record(name, round=0) for name in ("me", "a", "b", "c")}
+    heads = heads_in(me=0, a=0, b=0, c=0)
     far = {64: {"a": bell_record(NOW, (NOW, NOW), round=64)}}
-    liar = SwarmView(me="me", replicas=heads | {"a": replica_record("a", round=64)}, bells=far)
+    liar = SwarmView(me="me", replicas=heads | heads_in(a=64), bells=far)
     follow(keeper, 5, liar)
     assert keeper.round == 0
     assert keeper.send_due(NOW) is None
-    there = heads | {name: replica_record(name, round=64) for name in ("a", "b")}
-    follow(keeper, 5, SwarmView(me="me", replicas=there, bells=far))
+    follow(keeper, 5, SwarmView(me="me", replicas=heads | heads_in(a=64, b=64), bells=far))
     assert keeper.round == 64
 
 
 def test_a_bell_of_the_next_round_is_believed_as_soon_as_half_have_rung_this_one() -> None:
     keeper = keeper_of()
-    heads = {name: replica_record(name, round=0) for name in ("me", "a", "b", "c")}
+    heads = heads_in(me=0, a=0, b=0, c=0)
     bells = {1: {"a": bell_record(NOW, round=1)}}
     follow(keeper, 5, SwarmView(me="me", replicas=heads, bells=bells))
     assert keeper.round == 0
     bells[0] = {"b": bell_record(NOW)}
     follow(keeper, 5, SwarmView(me="me", replicas=heads, bells=bells))
     assert keeper.round == 1
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 5])
+def test_of_two_heads_that_are_rounds_apart_the_one_behind_goes_on(ahead: int) -> None:
+    """One had been away while the other committed alone: they waited for each other for ever."""
+    keeper = keeper_of()
+    bells = {ahead: {"a": bell_record(NOW, round=ahead)}}
+    follow(keeper, 5, SwarmView(me="me", replicas=heads_in(me=0, a=ahead), bells=bells))
+    assert keeper.round == ahead
+
+
+def test_a_time_counts_once_half_have_rung_and_not_before_the_last_of_them() -> None:
+    def due(bells: dict[str, BellRecord], head: str = "me", inner_step: int = 9) -> bool:
+        keeper = keeper_of()
+        view = SwarmView(me="me", replicas=heads_in(me=0, a=0, b=0, c=0), bells={0: bells})
+        own = replica(inner_step) if head == "me" else None
+        keeper.follow(view, own, NOW, head=head, inner_steps=99, tokens=1, undecided=False)
+        return keeper.send_due(NOW) is not None
+
+    early = bell_record(NOW - 50.0, (NOW - 50.0, NOW - 50.0))
+    assert not due({"a": early}), "one of four"
+    assert not due({"a": early, "b": bell_record(NOW)}), "two could not meet before the second rang"
+    assert due({"a": bell_record(NOW - 50.0, (NOW, NOW)), "b": bell_record(NOW - 1.0)})
+    assert due({"a": early}, head="a"), "what one's own head says"
+
+
+def test_who_does_not_count_yet_meets_with_those_who_do_and_holds_nobody_up() -> None:
+    """With a quorum of its own it met earlier than the others in every round, and was in none."""
+    counting = frozenset("ab")
+    everybody = heads_in(me=0, a=0, b=0) | {"x": replica_record("x", step_s=1e6, hear_s=1e6)}
+    keeper = keeper_of()
+
+    def due(**bells: BellRecord) -> bool:
+        view = SwarmView(me="me", replicas=everybody, bells={0: bells})
+        keeper.follow(
+            view,
+            replica(10),
+            NOW,
+            head="me",
+            heads=counting,
+            inner_steps=10,
+            tokens=1,
+            undecided=False,
+        )
+        return keeper.send_due(NOW) is not None
+
+    assert not due(a=bell_record(NOW)) and keeper.bells, "it has rung, and of two one"
+    assert keeper.bells[0].scheduled_at is None
+    assert due(a=bell_record(NOW), b=bell_record(NOW, (NOW, NOW + 9.0)))
+    assert keeper.meets_at(0) == NOW + 9.0
+
+
+@pytest.mark.parametrize("stated_s", [1.0, 1e6])
+def test_for_a_new_and_slow_head_a_share_of_the_round_is_waited_and_no_more(
+    stated_s: float,
+) -> None:
+    new = replica_record("x", step_s=stated_s, hear_s=stated_s)
+    clock = TestClock()
+    keeper = keeper_of(clock)
+    clock.now += 100.0  # so long the round took this head, too
+    bells = {0: {"a": bell_record(NOW, round_s=100.0)}}
+    view = SwarmView(me="me", replicas=heads_in(me=0, a=0) | {"x": new}, bells=bells)
+    keeper.follow(
+        view,
+        replica(10),
+        NOW,
+        head="me",
+        heads=frozenset({"me", "a"}),
+        inner_steps=10,
+        tokens=1,
+        undecided=False,
+    )
+    usual = NOW + 0.1 + NOTICE_S
+    extra = 2 * NEW_SHARE * 100.0
+    at = keeper.meets_at(0)
+    assert at is not None and usual <= at <= usual + extra
 
 
 # ---- heads ---------------------------------------------------------------------------------------
@@ -110,12 +189,13 @@ def test_the_group_of_a_round_that_was_left_may_meet_as_long_as_one_can_form() -
 
 
 # ---- who leads nothing ---------------------------------------------------------------------------
-HEADS = {"h": replica(10, "h", "me"), "g": replica(7, "g", "other")}
+HEADS = {"h": replica(10, "h", "me"), "g": replica(7, "g", "a"), "f": replica(7, "f", "b")}
 TIMES = (NOW + 10, NOW + 20)
 
 
 def look(keeper: RoundKeeper, head: str, bells: dict[str, BellRecord]) -> bool:
-    """One look of a peer that is no head, in the replica of `head` or in none."""
+    """One look of a peer that is no head, in the replica of `head` or in none; "f" has rung."""
+    bells = {"f": bell_record(NOW)} | bells
     view = SwarmView(me="me", replicas=HEADS, bells={0: bells})
     # more inner steps than a round has, and tokens: a head would ring
     return keeper.follow(view, None, NOW, head=head, inner_steps=1, tokens=99, undecided=False)
@@ -319,11 +399,11 @@ def test_a_joiner_starts_in_the_current_round() -> None:
         keeper.start(view, last_record)
         return keeper.round
 
-    stated = {name: replica_record(name, round=number) for name, number in (("a", 4), ("b", 5))}
+    stated = heads_in(a=4, b=4, c=5)
     rung = {4: {"a": bell_record(NOW, round=4)}}
     assert first(VIEW) == 0
     assert first(SwarmView(me="me", replicas=stated)) == 4, "one alone is not the run"
-    assert first(SwarmView(me="me", replicas=stated, bells=rung)) == 5, "the other goes on, too"
+    assert first(SwarmView(me="me", replicas=stated, bells=rung)) == 5, "another one goes on, too"
     rung |= {number: {name: bell_record(NOW, round=number) for name in "ab"} for number in (5, 6)}
     assert first(SwarmView(me="me", replicas=stated, bells=rung)) == 6
     assert first(VIEW, last_record=8) == 9  # nobody trains: after the chain's last record

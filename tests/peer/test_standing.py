@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Collection, Mapping
 
 import pytest
@@ -16,6 +17,7 @@ from dilocox.peer.rounds.standing import (
     most_tokens,
     sitting_out,
     voters,
+    voters_before,
 )
 
 Standings = tuple[Standing, ...]
@@ -122,6 +124,23 @@ def test_credit_is_forgotten_with_the_rest() -> None:
     known = after(5, heard={"a": 1.0})
     assert credits("ab", known, 6) == {"a": 5, "b": 0}
     assert credits("a", known, 5 + FORGOTTEN_ROUNDS) == {"a": 0}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_record_says_who_voted_for_it(seed: int) -> None:
+    """Whoever checks its certificate finds the voters of the group that made it, whatever was
+    before: else all would refuse what was committed."""
+    draw = random.Random(seed)
+    known: Standings = ()
+    number, peers = 0, [f"{place:03d}" for place in range(12)]
+    for _ in range(60):
+        number += draw.choice((1, 1, 1, 2, 40, FORGOTTEN_ROUNDS))
+        members = draw.sample(peers, draw.randint(1, len(peers)))
+        heard = {peer: draw.choice((0.0, 0.3, 1.0, 1.0)) for peer in members}
+        left_out = [peer for peer in peers if peer not in members and draw.random() < 0.1]
+        voted = voters(credits(members, known, number))
+        known = following_standings(known, number, heard, left_out)
+        assert voters_before(known, heard) == voted
 
 
 def test_a_crowd_of_fresh_keys_neither_weighs_nor_states_for_those_who_vote() -> None:

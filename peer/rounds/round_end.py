@@ -23,8 +23,9 @@ ever moves to an earlier time, and that with notice. Pure rules over records: `n
 
 - a bell that finished later than now + CLOCK_ERROR_S does not count (yet);
 - a T_R before its own bell's finish or beyond the horizon does not count, nor does one without
-  the end of its grace, or before q bells are seen, or earlier than the q-th; a T_R in the past
-  does: who is late finds no group and sends with the next. What one's own head says is believed;
+  the end of its grace, or before half of the heads are seen to have rung, or earlier than that; a
+  T_R in the past does: who is late finds no group and sends with the next. What one's own head says
+  is believed;
 - the round's time is the lower median of what the first q bells state, and a replica whose one
   inner step takes longer than that is not waited for: no single statement delays the others;
 - equal finish times need no order: only the q-th smallest time enters, and no peer is preferred.
@@ -108,10 +109,9 @@ class RoundView:
 
     def schedule(self, now_s: float) -> Schedule | None:
         """The smallest T_R that a bell carries or carried, with its end of grace; None if none."""
-        rung = self.rung(now_s)
+        rung, half = self.rung(now_s), max(1, (len(self.replicas) + 1) // 2)
         finishes = sorted(bell.finished_at for bell in rung.values())
-        enough = len(finishes) >= self._quorum
-        soonest = finishes[self._quorum - 1] - CLOCK_ERROR_S if enough else math.inf
+        soonest = finishes[half - 1] - CLOCK_ERROR_S if len(finishes) >= half else math.inf
         found = [
             (bell.scheduled_at, bell.send_after)
             for head, bell in rung.items()

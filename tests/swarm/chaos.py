@@ -20,6 +20,7 @@ from pathlib import Path
 
 from dilocox.peer.rounds.group import tokens_cap
 from dilocox.peer.rounds.record import RoundRecord
+from dilocox.peer.rounds.standing import most_tokens
 from tests.swarm import disks, links
 from tests.swarm.campaign import Injury
 from tests.swarm.harness import START_LIMIT_S, LocalSwarm, Peer, peer_name
@@ -209,17 +210,18 @@ def _unequal(swarm: LocalSwarm, stage: int) -> list[str]:
         if len(records) > 1:
             flaws.append(f"stage {stage}, round {number}: {len(records)} records are kept")
     swarm.look()  # after that of the logs: what is in a record was told before
-    most = tokens_cap(swarm.manifest)
-    told = {
-        (peer.peer_id, event["round"], min(event["tokens"], most))
-        for peer in swarm.of_stage(stage)
-        for event in peer.of_kind("sent")
-    }
+    told: dict[tuple[str, int], set[int]] = {}
+    for peer in swarm.of_stage(stage):
+        for event in peer.of_kind("sent"):
+            told.setdefault((peer.peer_id, event["round"]), set()).add(event["tokens"])
     chain = {number: next(iter(records.values())) for number, records in kept.items()}
     for number, record in sorted(chain.items()):
         counted = {name for part in record.parts if part.numel for name in part.contributors}
+        stated = {member.peer: member.tokens for member in record.members}
+        most = min(tokens_cap(swarm.manifest), most_tokens(stated, record.voters))
         for member in record.members:
-            if member.peer in counted and (member.peer, number, member.tokens) not in told:
+            learnt = {min(each, most) for each in told.get((member.peer, number), ())}
+            if member.peer in counted and member.tokens not in learnt:
                 flaws.append(f"stage {stage}, round {number}: {member.tokens} tokens of nobody")
         before = chain.get(number - 1)
         if before and record.chain_tokens != before.chain_tokens + record.tokens:

@@ -39,7 +39,7 @@ from dilocox.peer.rounds.outer_step import move_anchor
 from dilocox.peer.training.data import held_out_windows, validation_loss
 from dilocox.pipeline.stage import build_stage, flatten_parameters, stage_layout
 from tests.swarm.exchange_costs import WIDE_MODEL
-from tests.swarm.harness import LocalSwarm, memory_folder
+from tests.swarm.harness import ProcessSwarm, memory_folder
 from tests.swarm.links import Links
 from tests.swarm.processes import TAG, family, send_signal, shared_memory
 from tests.swarm.relay import DEVICE
@@ -197,7 +197,7 @@ class Processors:
     On a machine whose cores all train, what does not train takes from what does: this says what.
     """
 
-    def __init__(self, swarm: LocalSwarm, links: Links | None):
+    def __init__(self, swarm: ProcessSwarm, links: Links | None):
         """When all train: no process is started after that."""
         self._links = links
         self._pids: dict[int, str] = {os.getpid(): "this script"}
@@ -432,7 +432,7 @@ def run_product(
         links = line.links(peers + 1)
         if links is not None:
             stack.enter_context(links)
-        swarm = stack.enter_context(LocalSwarm(folder, manifest, links=links))
+        swarm = stack.enter_context(ProcessSwarm(folder, manifest, links=links))
         for _ in range(peers):
             swarm.add_peer(shown_s=0.0)
         counted = Counted(links, range(1, peers + 1))
@@ -471,7 +471,9 @@ def run_product(
         return result
 
 
-def _swarm_window(swarm: LocalSwarm, contestant: str, length: Length) -> tuple[float, float] | None:
+def _swarm_window(
+    swarm: ProcessSwarm, contestant: str, length: Length
+) -> tuple[float, float] | None:
     """From the first send when all train, so many rounds on, all of them decided; None before."""
     trains = [peer.of_kind("training") for peer in swarm.peers]
     if not all(trains):
@@ -488,7 +490,7 @@ def _swarm_window(swarm: LocalSwarm, contestant: str, length: Length) -> tuple[f
     return (sends[0]["time"], sends[-1]["time"]) if known else None
 
 
-def _anchors(swarm: LocalSwarm, windows: int) -> list[tuple[float, float, float]]:
+def _anchors(swarm: ProcessSwarm, windows: int) -> list[tuple[float, float, float]]:
     """Of every record: seconds from the first inner step to it, tokens of the chain, loss."""
     judge, codec, peer = Judge(windows), swarm.stage_codec(0), swarm.peers[0]
     module = build_stage(WIDE_MODEL, 0, 1, SEED)

@@ -39,7 +39,7 @@ from benchmarks.paced_passes import LoggedStep, logged_steps
 from benchmarks.pipeline_plot import Drawing
 from benchmarks.report import Column, Report, parser
 from dilocox.peer.os_process import Child
-from tests.swarm.harness import LocalSwarm
+from tests.swarm.harness import ProcessSwarm
 from tests.swarm.links import Links, available
 from tests.swarm.small_run import run_manifest
 
@@ -72,7 +72,7 @@ class Speed:
     tokens_per_s: float
 
 
-class PacedSwarm(LocalSwarm):
+class PacedSwarm(ProcessSwarm):
     """A swarm whose peers' passes last as long as they are told."""
 
     def __init__(self, *arguments: Any, pass_s: float, **options: Any):

@@ -27,7 +27,7 @@ from dilocox.compression.stage_codec import StageCodec
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.os_process import Child
 from tests.swarm.exchange_costs import DEADLINES, WIDE_MODEL, Payload
-from tests.swarm.harness import LocalSwarm, Peer, memory_folder
+from tests.swarm.harness import Peer, ProcessSwarm, memory_folder
 from tests.swarm.links import Links
 from tests.swarm.small_run import fixed_steps, run_manifest
 
@@ -147,7 +147,7 @@ class Measured:
     voids: int
 
 
-class PacedSwarm(LocalSwarm):
+class PacedSwarm(ProcessSwarm):
     """Its peers' passes last as long as they are told, and every inner step is logged."""
 
     def __init__(self, *arguments: Any, pass_s: float, **named: Any):
@@ -260,11 +260,11 @@ def _measured(swarm: PacedSwarm, numbers: range) -> Measured:
     )
 
 
-def _stages(swarm: LocalSwarm) -> range:
+def _stages(swarm: ProcessSwarm) -> range:
     return range(swarm.manifest.stages)
 
 
-def _payload(swarm: LocalSwarm, stage: int, numbers: range) -> float:
+def _payload(swarm: ProcessSwarm, stage: int, numbers: range) -> float:
     peers, codec = swarm.of_stage(stage), swarm.stage_codec(stage)
     log = swarm.round_log(peers[0])
     records = [record for number in numbers[1:] if (record := log.read(number)) is not None]

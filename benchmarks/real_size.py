@@ -42,7 +42,7 @@ from benchmarks.memory import in_fresh_process
 from benchmarks.report import Column, Report, parser
 from dilocox.peer.memory_and_disk import proportional_bytes
 from tests.docker.prometheus import free_ports
-from tests.swarm.harness import LocalSwarm, Peer
+from tests.swarm.harness import Peer, ProcessSwarm
 from tests.swarm.small_run import USUAL_DEADLINES, fixed_steps, run_manifest
 
 FIVE_MINUTES_S = 300.0
@@ -117,7 +117,7 @@ def measure(parameters: float, rank: int, round_s: float) -> Found:
     tiny_bytes = _tiny_peer_bytes()
     model = model_of(parameters)
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        swarm = LocalSwarm(Path(folder), manifest_of(model, rank))
+        swarm = ProcessSwarm(Path(folder), manifest_of(model, rank))
         with swarm:
             (port,), numel = free_ports(1), swarm.stage_codec(0).layout.numel
             options = "--threads", "1", "--snapshot-minutes", str(SNAPSHOT_ROUNDS * round_s / 60)
@@ -145,7 +145,7 @@ def _tiny_peer_bytes() -> int:
     manifest = run_manifest(rounds=fixed_steps(STEPS))
     with (
         tempfile.TemporaryDirectory() as folder,
-        LocalSwarm(Path(folder), manifest) as swarm,
+        ProcessSwarm(Path(folder), manifest) as swarm,
     ):
         peer = swarm.add_peer("--threads", "1", step_s=0.5)
         swarm.wait_for_rounds(2, ROUND_LIMIT_S)
@@ -171,7 +171,7 @@ class _Watch:
     rounds: how many have passed, by the clock; the record of the last one may be yet to come.
     """
 
-    def __init__(self, swarm: LocalSwarm, peer: Peer, port: int, round_s: float):
+    def __init__(self, swarm: ProcessSwarm, peer: Peer, port: int, round_s: float):
         self._swarm, self._peer, self._port = swarm, peer, port
         self.peaks: dict[str, float] = defaultdict(float)
         self.rounds = 0.0

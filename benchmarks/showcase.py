@@ -42,7 +42,7 @@ from dilocox.peer.commands.export import evaluate_checkpoint
 from dilocox.peer.os_process import Child, StopSignal
 from dilocox.peer.training.data import BATCH_WINDOWS, held_out_windows
 from tests.swarm.browser import chromium, cropped, screenshot
-from tests.swarm.harness import LocalSwarm, Peer, memory_folder
+from tests.swarm.harness import Peer, ProcessSwarm, memory_folder
 from tests.swarm.links import Links, available
 from tests.swarm.small_run import MODEL, fixed_steps
 
@@ -155,7 +155,7 @@ class _Asked:
 class Showcase:
     """One run; `play` makes it, and says what it did."""
 
-    def __init__(self, size: Size, swarm: LocalSwarm, links: Links, out: Path, report: Report):
+    def __init__(self, size: Size, swarm: ProcessSwarm, links: Links, out: Path, report: Report):
         self._size, self._swarm, self._links = size, swarm, links
         self._out, self._report = out, report
         self._seconds = 60 * size.minutes
@@ -419,7 +419,7 @@ def run(size: Size, out: Path) -> bool:
         folder = stack.enter_context(memory_folder())
         stack.callback(keep_logs, folder, out)
         links = stack.enter_context(Links(WATCHER + 1, mbit=MBIT, delay_ms=DELAY_MS))
-        swarm = stack.enter_context(LocalSwarm(folder, size.manifest, links=links))
+        swarm = stack.enter_context(ProcessSwarm(folder, size.manifest, links=links))
         showcase = Showcase(size, swarm, links, out, report)
         held = figures(showcase.play(), out, report)
         swarm.close()

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks.report import Column, Report
-from tests.swarm.harness import LocalSwarm, Peer
+from tests.swarm.harness import Peer, ProcessSwarm
 
 MOST_VOIDS = 0.2  # of the exchanges: one that a kill falls into, or a start on busy cores
 LEAST_ROUNDS = 5
@@ -48,7 +48,7 @@ class Ended:
     links.
     """
 
-    swarm: LocalSwarm
+    swarm: ProcessSwarm
     minutes: float
     history: Path
     acts: Sequence[Act]
@@ -197,7 +197,7 @@ def _promises(ended: Ended, rows: Sequence[Mapping[str, str]]) -> list[Promise]:
     ]
 
 
-def _chain_tokens(swarm: LocalSwarm, stage: int) -> int:
+def _chain_tokens(swarm: ProcessSwarm, stage: int) -> int:
     return max(line["chain_tokens"] for peer in swarm.of_stage(stage) for line in peer.rounds)
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.report import Column, Report, parser
-from tests.swarm.harness import LocalSwarm, Peer
+from tests.swarm.harness import Peer, ProcessSwarm
 from tests.swarm.small_run import run_manifest
 
 START_LIMIT_S = 180.0
@@ -46,7 +46,7 @@ def measure(arguments: argparse.Namespace, slowdown: float) -> Figures:
         rounds={"inner_steps": arguments.inner_steps}, outer={"merge": arguments.merge}
     )
     with tempfile.TemporaryDirectory() as folder:
-        swarm = LocalSwarm(Path(folder), manifest)
+        swarm = ProcessSwarm(Path(folder), manifest)
         try:
             fast = [swarm.add_peer(step_s=arguments.step_s) for _ in range(arguments.peers - 1)]
             last = swarm.add_peer(step_s=arguments.step_s * slowdown)

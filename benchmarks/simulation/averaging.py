@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from benchmarks.simulation.clock import Event, SimulatedFuture, ThreadClock
+from benchmarks.simulation.clock import Scheduled, SimulatedFuture, ThreadClock
 from benchmarks.simulation.dht import Network
 from dilocox.compression.stage_codec import MARGIN
 from dilocox.dht.addresses import Reachability
@@ -174,7 +174,7 @@ class _Meeting:
     """A group that forms."""
 
     closes_at: float
-    closing: Event
+    closing: Scheduled
     comers: dict[str, SimulatedAverager] = field(default_factory=dict[str, "SimulatedAverager"])
 
 

@@ -13,7 +13,7 @@ from typing import Any
 START = 1_700_000_000.0  # run time is seconds since the epoch
 
 
-class Event:
+class Scheduled:
     """Something that will happen, unless it is cancelled."""
 
     __slots__ = ("action", "at")
@@ -33,17 +33,17 @@ class Timeline:
     def __init__(self) -> None:
         self.now = START
         self.happened = 0
-        self._queue: list[tuple[float, int, Event]] = []
+        self._queue: list[tuple[float, int, Scheduled]] = []
         self._number = 0
 
-    def at(self, when: float, action: Callable[[], None]) -> Event:
+    def at(self, when: float, action: Callable[[], None]) -> Scheduled:
         """Let something happen at a time, or now if that is past."""
-        event = Event(max(when, self.now), action)
+        event = Scheduled(max(when, self.now), action)
         self._number += 1
         heapq.heappush(self._queue, (event.at, self._number, event))
         return event
 
-    def after(self, seconds: float, action: Callable[[], None]) -> Event:
+    def after(self, seconds: float, action: Callable[[], None]) -> Scheduled:
         """Let something happen in so many seconds."""
         return self.at(self.now + seconds, action)
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from benchmarks.simulation.averaging import SimulatedAverager, SimulatedLog, SimulatedRecord
-from benchmarks.simulation.clock import Event, Threads
+from benchmarks.simulation.clock import Scheduled, Threads
 from benchmarks.simulation.dht import SimulatedSwarm
 from benchmarks.simulation.witness import BOOTSTRAP
 from dilocox.compression.layout import FlatLayout
@@ -25,12 +25,12 @@ from dilocox.peer.averaging.coordinator import TICK_S, Coordinator
 from dilocox.peer.averaging.events import (
     AnchorLease,
     Committed,
+    Event,
     EventQueue,
     Failed,
     Resynced,
     Voided,
 )
-from dilocox.peer.averaging.events import Event as LoopEvent
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.rounds.record import SendFacts
@@ -69,7 +69,7 @@ class _Events(EventQueue):
         self._come = come
         self.waiting = 0
 
-    def put(self, event: LoopEvent) -> None:
+    def put(self, event: Event) -> None:
         super().put(event)
         self.waiting += 1
         self._come()
@@ -204,8 +204,8 @@ class SimulatedPeer:
         self.chain, self.driver = self.coordinator.chain, self.coordinator.driver
         self._inner_step = self._epoch = 0
         self._origin: float | None = None  # when the inner step under way began
-        self._tick: Event | None = None
-        self._loop: Event | None = None
+        self._tick: Scheduled | None = None
+        self._loop: Scheduled | None = None
         self._meets_at = 0.0  # the group of its last send
         self._busy_until = 0.0  # the coordinator's thread
         self._loop_busy_until = 0.0
@@ -433,7 +433,7 @@ class SimulatedPeer:
         self._stop_threads()
         self.world.gone(self)
 
-    def _take(self, event: LoopEvent) -> None:
+    def _take(self, event: Event) -> None:
         books, max_age = self.books, self.world.manifest.rounds.max_age
         match event:
             case Committed():

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from dilocox.peer.chain.chain_client import State, Told
+from dilocox.peer.chain.chain_client import CountedRounds, State
 from dilocox.peer.rounds.record import RoundRecord
 
 
@@ -46,7 +46,7 @@ class Resynced(Event):
 
     state: State
     fork_round: int | None  # our records after this one are void; None where we were only behind
-    told: Told | None = None  # which records up to the state's count this peer, if headers said so
+    told: CountedRounds | None = None  # up to the state, if headers said so
 
 
 @dataclass(frozen=True, kw_only=True)

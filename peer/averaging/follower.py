@@ -28,11 +28,11 @@ from dilocox.peer.chain.chain_client import (
     AnchorDiffers,
     AnchorLost,
     ChainEnd,
+    CountedRounds,
     NoState,
     Reached,
     State,
     StateFile,
-    Told,
 )
 from dilocox.peer.chain.fork_choice import ClaimBook, Trust, holders
 from dilocox.peer.os_process import counted
@@ -87,7 +87,7 @@ class ChainFollower:
         self._events = events
         self._clock = local.clock
         self._unsettled = unsettled
-        self._told: Told | None = None  # by the last walk
+        self._told: CountedRounds | None = None  # by the last walk
         self.applied = applied
         self.anchor_sha256 = anchor_sha256
         self._refresh()

@@ -91,7 +91,7 @@ class Fetched:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class CountedRounds:
     """What the headers of another peer's chain say of this peer.
 
     after: of all records of later rounds, up to the newest. named: rounds of those that count this
@@ -102,7 +102,7 @@ class Told:
     named: frozenset[int]
     rounds: Mapping[str, int]
 
-    def up_to(self, digest: str) -> Told | None:
+    def up_to(self, digest: str) -> CountedRounds | None:
         """Likewise, up to the record of this digest; None where it is another chain's."""
         newest = self.rounds.get(digest)
         if newest is None:
@@ -120,7 +120,7 @@ class Reached:
     chain_tokens: int = 0  # of their chain, as its newest record says
     too_far: bool  # their log does not reach back to ours: a state is needed
     costly: bool = False  # it may, but the records are more bytes than they may be
-    told: Told | None = None  # by the headers, where the records were not taken
+    told: CountedRounds | None = None  # by the headers, where the records were not taken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -557,12 +557,12 @@ class ChainClient(HeaderClient):
         raise NoState(f"what leads from the state of {offer.peer} to round {end.round} is unknown")
 
 
-def _told(headers: Sequence[ChainRound], known: int | None, me: str) -> Told | None:
+def _told(headers: Sequence[ChainRound], known: int | None, me: str) -> CountedRounds | None:
     """What headers, the newest first, say of this peer; `known`: the round that they follow."""
     if not headers:
         return None
     oldest = headers[-1].round
-    return Told(
+    return CountedRounds(
         after=known if known is not None and known < oldest else oldest - 1,
         named=frozenset(told.round for told in headers if me in dict(told.contributors)),
         rounds={told.digest: told.round for told in headers},

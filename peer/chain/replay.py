@@ -37,7 +37,7 @@ from dilocox.peer.chain.snapshot_files import (
     save_tensors,
     state_sha256,
 )
-from dilocox.peer.chain.store import Entry, KeptState
+from dilocox.peer.chain.store import KeptState, LogEntry
 from dilocox.peer.rounds.outer_step import OuterStep, anchor_sha256, move_anchor
 from dilocox.peer.rounds.rank_choice import RoundPlan
 from dilocox.peer.rounds.record import RecordRefused, RoundRecord
@@ -145,7 +145,7 @@ def replay(
     manifest: Manifest,
     run: str,
     stage: int,
-    records: Sequence[Entry],
+    records: Sequence[LogEntry],
     states: Iterable[KeptState] = (),
 ) -> Replayed:
     """Replay what there is of a stage's chain; `records` in chain order.
@@ -164,7 +164,7 @@ def state_after(
     manifest: Manifest,
     run: str,
     stage: int,
-    records: Sequence[Entry],
+    records: Sequence[LogEntry],
     states: Iterable[KeptState] = (),
 ) -> tuple[tuple[str, ...], tuple[Tensor, Tensor] | None]:
     """The flaws of these records, and the anchor and momentum after them; None if unknown.
@@ -194,7 +194,7 @@ class _Replay:
         # the digest of the record before, and it without its means: None on the manifest
         self._at: tuple[str, RoundRecord | None] | None = None
 
-    def take(self, entry: Entry) -> None:
+    def take(self, entry: LogEntry) -> None:
         """Check the next record, and apply it where the anchor is known."""
         self.found.checked += (entry.round,)
         at, self._at = self._at, None  # until this record has proved to be sound
@@ -220,7 +220,7 @@ class _Replay:
         self._at = entry.digest, replace(record, means=())
         self._meet(entry.digest)
 
-    def _sound(self, entry: Entry) -> RoundRecord:
+    def _sound(self, entry: LogEntry) -> RoundRecord:
         """Raises RecordRefused."""
         data, certificate = entry.data(), entry.certificate()
         if data is None:

@@ -31,8 +31,8 @@ from dilocox.peer.chain.replay import state_after
 from dilocox.peer.chain.snapshot_files import made_whole, write_state
 from dilocox.peer.chain.store import (
     OLDER_NAME,
-    Entry,
     KeptChain,
+    LogEntry,
     Store,
     archive_folder,
     kept_run,
@@ -106,7 +106,7 @@ def prepared(folder: Path, rules: int) -> Path:
 
 
 def prepare(
-    folder: Path, rules: int, entry: Entry | None, anchor: Tensor, momentum: Tensor
+    folder: Path, rules: int, entry: LogEntry | None, anchor: Tensor, momentum: Tensor
 ) -> None:
     """Make the generation that an archive begins with after a rollback (archive.py).
 
@@ -235,7 +235,9 @@ def _prepared(
     return base
 
 
-def _first(manifest: Manifest, counting: Sequence[list[Entry]], chain: KeptChain, here: str) -> int:
+def _first(
+    manifest: Manifest, counting: Sequence[list[LogEntry]], chain: KeptChain, here: str
+) -> int:
     """The first round after which a stage's state can be made, -1 for the initial weights.
 
     That nothing is kept from before it does not say that nothing was: the archive of a bootstrap
@@ -253,6 +255,6 @@ def _first(manifest: Manifest, counting: Sequence[list[Entry]], chain: KeptChain
     return first
 
 
-def _from_start(kept: list[Entry], manifest: Manifest) -> bool:
+def _from_start(kept: list[LogEntry], manifest: Manifest) -> bool:
     first = kept[0].header() if kept else None
     return first is not None and first.previous == manifest.root

@@ -333,7 +333,7 @@ def signed_page(
     return Source.of(data, signature=identity.sign(PURPOSE + data))
 
 
-class Told(NamedTuple):
+class ToldHistory(NamedTuple):
     """Of a history: rows by round, names by peer, samples by round. parameters: of the model."""
 
     rows: list[HistoryRow]
@@ -341,9 +341,9 @@ class Told(NamedTuple):
     samples: Mapping[int, ModelSample] = MappingProxyType({})
     parameters: int | None = None
 
-    def with_more(self, other: Told) -> Told:
+    def with_more(self, other: ToldHistory) -> ToldHistory:
         """With what only the other one says, and its rows after these."""
-        return Told(
+        return ToldHistory(
             self.rows + other.rows,
             other.names | self.names,
             {**other.samples, **self.samples},
@@ -359,7 +359,7 @@ async def ask_history(
     after: int = FIRST,
     silent: set[str] | None = None,
     witness: str = "",
-) -> Told:
+) -> ToldHistory:
     """What bootstraps have after a round, merged; the first one, the witness, is believed.
 
     Empty where none answers or all are of an older version; names come with those who ask from
@@ -367,10 +367,10 @@ async def ask_history(
     silent: who gave none before, for those who ask again and again: only news of that is said.
     witness: the operator's, which alone asks the model; samples of others are none.
     """
-    found, all_told = dict[int, HistoryRow](), Told([], {})
+    found, all_told = dict[int, HistoryRow](), ToldHistory([], {})
     silent = set() if silent is None else silent
     for peer in bootstraps:
-        told = await _told_by(client, peer, run, after, silent)
+        told = await _told(client, peer, run, after, silent)
         merge(found, told.rows, manifest)
         all_told = all_told.with_more(told if peer == witness else told._replace(samples={}))
     return all_told._replace(rows=[found[number] for number in sorted(found)])
@@ -392,8 +392,8 @@ def merge(rows: dict[int, HistoryRow], more: Iterable[HistoryRow], manifest: Man
             rows[row.round] = mine.filled(row)
 
 
-async def _told_by(client: Client, peer: str, run: str, after: int, silent: set[str]) -> Told:
-    told = Told([], {})
+async def _told(client: Client, peer: str, run: str, after: int, silent: set[str]) -> ToldHistory:
+    told = ToldHistory([], {})
     try:
         while len(told.rows) < MAX_ROWS:
             want = {"what": "history", "after": after}
@@ -418,7 +418,7 @@ async def _told_by(client: Client, peer: str, run: str, after: int, silent: set[
     return told
 
 
-def checked_page(blob: Blob, peer: str, run: str, after: int) -> tuple[Told, bool]:
+def checked_page(blob: Blob, peer: str, run: str, after: int) -> tuple[ToldHistory, bool]:
     """What an answer says, and whether there is more. CallRefused: it is not signed by this peer,
     not an answer to this question, or no history.
     """
@@ -442,4 +442,4 @@ def checked_page(blob: Blob, peer: str, run: str, after: int) -> tuple[Told, boo
     if (of_run, asked) != (run, after) or len(rows) > PAGE_ROWS or not rising:
         raise CallRefused(f"the history of {peer} is no answer to what was asked")
     samples = {each.round: each for each in told}
-    return Told(rows, {each.peer: each for each in named}, samples, parameters), more
+    return ToldHistory(rows, {each.peer: each for each in named}, samples, parameters), more

@@ -52,7 +52,7 @@ RECORDS_NEEDED = 4  # whoever takes our state needs the record it stands on, and
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class LogEntry:
     """A record that lies in a folder."""
 
     round: int
@@ -83,11 +83,11 @@ class Store:
     def rounds(self) -> list[int]:
         return sorted(self._records())
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[LogEntry]:
         found = (self._entry(number, path) for number, path in sorted(self._records().items()))
         return [entry for entry in found if entry is not None]
 
-    def newest(self) -> Entry | None:
+    def newest(self) -> LogEntry | None:
         records = self._records()
         if not records:
             return None
@@ -96,7 +96,7 @@ class Store:
             raise RecordRefused(f"record {max(records)} vanished while it was read")
         return entry
 
-    def counting(self, manifest: Manifest) -> list[Entry]:
+    def counting(self, manifest: Manifest) -> list[LogEntry]:
         """The records that no rollback has taken back."""
         return still_counting(self.entries(), manifest)
 
@@ -225,20 +225,20 @@ class Store:
     def _records(self) -> dict[int, Path]:
         return {_round(path): path for path in self._folder.glob("*.record")}
 
-    def _entry(self, number: int, path: Path) -> Entry | None:
+    def _entry(self, number: int, path: Path) -> LogEntry | None:
         try:
             size = path.stat().st_size
         except FileNotFoundError:  # the writer removed it meanwhile
             return None
-        return Entry(round=number, digest=_digest(path), record_bytes=size, store=self)
+        return LogEntry(round=number, digest=_digest(path), record_bytes=size, store=self)
 
     def _certificate_path(self, round_number: int) -> Path:
         return self._folder / f"{round_number:08d}.certificate"
 
 
-def still_counting(entries: Iterable[Entry], manifest: Manifest) -> list[Entry]:
+def still_counting(entries: Iterable[LogEntry], manifest: Manifest) -> list[LogEntry]:
     """Those records that no rollback has taken back."""
-    found: list[Entry] = []
+    found: list[LogEntry] = []
     for entry in entries:
         header = entry.header()
         if header is not None and not manifest.rolled_back(entry.round, header.rules):
@@ -387,10 +387,10 @@ class KeptChain:
     """One stage's chain, as far as it is kept; the records are in chain order."""
 
     stage: int
-    records: tuple[Entry, ...]
+    records: tuple[LogEntry, ...]
     states: tuple[KeptState, ...]
 
-    def counting(self, manifest: Manifest) -> list[Entry]:
+    def counting(self, manifest: Manifest) -> list[LogEntry]:
         """The records that no rollback has taken back."""
         return still_counting(self.records, manifest)
 
@@ -473,7 +473,7 @@ def _of_archive(folder: Path) -> list[KeptChain]:
 
 
 def _chain(stage: int, logs: Iterable[Path], states: Iterable[Path]) -> KeptChain:
-    records: dict[int, Entry] = {}
+    records: dict[int, LogEntry] = {}
     for log in logs:  # what two of them have is the same; else the first one counts
         for entry in Store(log).entries():
             records.setdefault(entry.round, entry)

@@ -30,7 +30,7 @@ from dilocox.dht.invite import Invite
 from dilocox.peer import memory_and_disk
 from dilocox.peer.commands import doctor_checks
 from dilocox.peer.commands.doctor_checks import (
-    ExchangeFacts,
+    BandwidthFacts,
     fault,
     libraries,
     rounded,
@@ -270,7 +270,7 @@ class Examination:
         found = swarm.reach(options.announce, options.port if self._in_use else 0)
         yield doctor_checks.reach_check(found, options.announce, options.port)
 
-    def _exchange(self, swarm: SwarmFacts, needs: StageNeeds) -> Lines[ExchangeFacts | None]:
+    def _exchange(self, swarm: SwarmFacts, needs: StageNeeds) -> Lines[BandwidthFacts | None]:
         """How fast the link is, and what that means for an exchange with the others of the stage,
         or with one that is still to come.
         """
@@ -281,7 +281,7 @@ class Examination:
             yield Check("bandwidth", "warning", "not known: no peer had time to measure it", remedy)
             return None
         up = link.up_bytes_per_s
-        facts = ExchangeFacts(
+        facts = BandwidthFacts(
             stage=needs.stage,
             payload_bytes=needs.exchange_bytes(max(2, swarm.peers.get(needs.stage, 0) + 1)),
             down=link.down_bytes_per_s,
@@ -292,7 +292,7 @@ class Examination:
         yield doctor_checks.bandwidth_check(facts)
         return facts
 
-    def _speed(self, needs: StageNeeds, exchange: ExchangeFacts | None) -> Check:
+    def _speed(self, needs: StageNeeds, exchange: BandwidthFacts | None) -> Check:
         from dilocox.peer.commands.doctor_bench import measure_speed
 
         self._busy("training a few steps, up to 10 s")
@@ -333,11 +333,11 @@ def run_doctor(options: DoctorOptions) -> int:
     """Examine, show, and say whether this machine could take part; the exit code."""
     with StopSignal():
         if options.json_file is None:
-            page = Page(wide_console(highlight=False))
-            examination = Examination(options, page.busy)
-            checks = page.show(examination.checks())
-            page.say("")
-            page.say(verdict(checks, examination.part))
+            printout = Printout(wide_console(highlight=False))
+            examination = Examination(options, printout.busy)
+            checks = printout.show(examination.checks())
+            printout.say("")
+            printout.say(verdict(checks, examination.part))
         else:
             examination = Examination(options, lambda _: None)
             checks = list(examination.checks())
@@ -372,7 +372,7 @@ def verdict(checks: Sequence[Check], part: ContributionEstimate | None) -> str:
     return f"{text}; see the warnings: {', '.join(warned)}." if warned else f"{text}."
 
 
-class Page:
+class Printout:
     """The lines on a terminal or in a file: mark, name, text, and the remedy below it."""
 
     def __init__(self, console: Console):

@@ -344,7 +344,7 @@ def _shown(addresses: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExchangeFacts:
+class BandwidthFacts:
     """What an exchange of the stage moves each way, and how fast it may.
 
     down, link_up: bytes a second, measured. up: as `--max-upload` bounds it. limit_s: of an
@@ -364,7 +364,7 @@ class ExchangeFacts:
         return self.payload_bytes / max(1.0, min(self.down, self.up))
 
 
-def bandwidth_check(exchange: ExchangeFacts) -> Check:
+def bandwidth_check(exchange: BandwidthFacts) -> Check:
     """Whether the link moves an exchange within its deadline."""
     text = f"{size(exchange.down)}/s down, {size(exchange.up)}/s up"
     if exchange.seconds > exchange.limit_s:

@@ -42,7 +42,7 @@ from dilocox.peer.chain.round_history import (
     HistoryRow,
     Named,
     RoundHistory,
-    Told,
+    ToldHistory,
     ask_history,
     parsed_row,
 )
@@ -266,7 +266,7 @@ def _listed(options: LogOptions) -> tuple[str, Chains, Given, Rows]:
     return run, stages, given, {row.round: row for row in told.rows}
 
 
-async def _told_history(place: Joined, invite: Invite, deadline: float) -> Told:
+async def _told_history(place: Joined, invite: Invite, deadline: float) -> ToldHistory:
     """What the bootstraps of the invite keep, the operator's first; empty where none answers."""
     client = Client(
         p2p=await place.dht.replicate_p2p(),
@@ -278,14 +278,14 @@ async def _told_history(place: Joined, invite: Invite, deadline: float) -> Told:
     try:
         return await asyncio.wait_for(asked, max(1.0, deadline - time.monotonic()))
     except asyncio.TimeoutError:
-        return Told([], {})
+        return ToldHistory([], {})
 
 
-def _kept_history(kept: KeptRun) -> Told:
+def _kept_history(kept: KeptRun) -> ToldHistory:
     """Of a bootstrap's folder what it keeps of the run, of a peer's what it has seen itself."""
     if (kept.folder / FILE).exists():
         history = RoundHistory(kept.folder / FILE, kept.manifest())
-        return Told(history.rows(), {each.peer: each for each in history.names()})
+        return ToldHistory(history.rows(), {each.peer: each for each in history.names()})
     found: dict[int, HistoryRow] = {}
     for path in kept.folder.parent.glob(f"{kept.run}-stage*/events.jsonl"):
         for line in path.read_bytes().splitlines():
@@ -298,7 +298,7 @@ def _kept_history(kept: KeptRun) -> Told:
                     seen = (number, 0, event["digest"][:SHORT_DIGEST], event["time"])
                     row = parsed_row([*seen, event["chain_tokens"], event["train_loss"]])
                     found[row.round] = row
-    return Told(list(found.values()), {})
+    return ToldHistory(list(found.values()), {})
 
 
 def _rounds(chain: KeptChain) -> list[ChainRound]:

@@ -53,7 +53,7 @@ WHERE = {  # the text is, by its format
 }
 
 
-class Machines(NamedTuple):
+class Hardware(NamedTuple):
     """So many; of the smallest the memory, of the slowest the upload; `shown` as given."""
 
     number: int
@@ -62,7 +62,7 @@ class Machines(NamedTuple):
     shown: str
 
 
-def machines_of(text: str) -> Machines:
+def machines_of(text: str) -> Hardware:
     """Of COUNTxGB@MBIT, say 6x16@20; raises InvalidInput."""
     match = _MACHINES.fullmatch(text.strip())
     count, memory, upload = (float(match[n]) for n in (1, 2, 3)) if match else (0.0, 0.0, 0.0)
@@ -71,7 +71,7 @@ def machines_of(text: str) -> Machines:
             f"--machines {text}: give how many there are, the memory of the smallest in GB and "
             "the upload of the slowest in Mbit/s, say 6x16GB@20 for 6 of 16 GB and 20 Mbit/s"
         )
-    return Machines(int(count), memory * GB, upload * 1e6 / 8, text)
+    return Hardware(int(count), memory * GB, upload * 1e6 / 8, text)
 
 
 def token_count(text: str) -> int:
@@ -196,7 +196,7 @@ def _described(given: dict[str, Any], stages: int) -> Manifest:
     return Manifest.from_dict(completed(given | {"stages": stages}))
 
 
-def _with_fewest_stages(given: dict[str, Any], machines: Machines) -> Manifest:
+def _with_fewest_stages(given: dict[str, Any], machines: Hardware) -> Manifest:
     """Cut so that each slice fits the smallest machine; raises InvalidInput where none would."""
     from dilocox.peer.process.prepare import memory_of_stages
     from dilocox.pipeline.partition import plan_stages
@@ -221,7 +221,7 @@ def _with_fewest_stages(given: dict[str, Any], machines: Machines) -> Manifest:
     )
 
 
-def _fitted(run: Manifest, machines: Machines, tokens: int) -> Manifest:
+def _fitted(run: Manifest, machines: Hardware, tokens: int) -> Manifest:
     """With what follows from stages, links and tokens."""
     from dilocox.peer.process.prepare import StageNeeds
 

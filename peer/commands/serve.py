@@ -103,7 +103,7 @@ def check_room(needed: int, limit_bytes: float | None) -> None:
 
 
 # ---- what is asked -------------------------------------------------------------------------------
-class Refused(Exception):
+class ApiError(Exception):
     """A request that gets an error, in OpenAI's form: a bad one, if no status says otherwise."""
 
     def __init__(
@@ -173,17 +173,17 @@ KINDS: Mapping[str, type[AskedText | AskedChat]] = {
 
 
 def read_request(kind: type[AskedText | AskedChat], body: bytes) -> AskedText | AskedChat:
-    """Raises Refused, which names the first field that is wrong or not supported."""
+    """Raises ApiError, which names the first field that is wrong or not supported."""
     try:
         asked = kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         field = ".".join(str(word) for word in first["loc"][:1])
-        raise Refused(f"{field or 'the request'}: {first['msg']}", field=field or None) from error
+        raise ApiError(f"{field or 'the request'}: {first['msg']}", field=field or None) from error
     for field, value in (asked.model_extra or {}).items():
         neutral = not value or (field, value) in (("best_of", 1), ("response_format", _TEXT))
         if not neutral and field not in HARMLESS:
-            raise Refused(f"{field[:60]} is not supported here: leave it out", field=field[:60])
+            raise ApiError(f"{field[:60]} is not supported here: leave it out", field=field[:60])
     return asked
 
 
@@ -195,7 +195,7 @@ def prompt_of(asked: AskedText | AskedChat, model: TextModel) -> tuple[Tensor, l
     """The token ids [1, length] of what is to be continued, and the texts at which it ends.
 
     A conversation is in the form of the tokenizer's chat template, or else in plain lines. Raises
-    Refused where the template does not take it.
+    ApiError where the template does not take it.
     """
     stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
     if isinstance(asked, AskedText):
@@ -213,7 +213,7 @@ def prompt_of(asked: AskedText | AskedChat, model: TextModel) -> tuple[Tensor, l
         return model.encode(form(told), split=False), stops
     except Exception as error:  # a template says so where roles are not in its order
         message = f"messages: the model's chat template says {error}"
-        raise Refused(message, field="messages") from error
+        raise ApiError(message, field="messages") from error
 
 
 def json_page(value: Any, status: int = HTTPStatus.OK) -> Page:
@@ -301,12 +301,12 @@ class ChatService:
 
     @contextmanager
     def turn(self) -> Generator[Loaded]:
-        """The model for one text; raises Refused where too many wait, or for too long."""
+        """The model for one text; raises ApiError where too many wait, or for too long."""
         with ExitStack() as held:
             for lock, wait_s in ((self._places, 0.0), (self._turn, self._wait_s)):
                 if not lock.acquire(timeout=wait_s):
                     message = "others are answered first: ask again soon"
-                    raise Refused(message, HTTPStatus.TOO_MANY_REQUESTS)
+                    raise ApiError(message, HTTPStatus.TOO_MANY_REQUESTS)
                 held.callback(lock.release)
             yield self.loaded
 
@@ -336,25 +336,25 @@ class ChatRequest(PageRequest):
                 return super().answer(path)
             if path not in KINDS:
                 there = ", ".join(["/", "/v1/models", *KINDS])
-                raise Refused(f"nothing is there; there is {there}", HTTPStatus.NOT_FOUND)
+                raise ApiError(f"nothing is there; there is {there}", HTTPStatus.NOT_FOUND)
             if self.command != "POST":
-                raise Refused(f"{path} takes POST", HTTPStatus.METHOD_NOT_ALLOWED)
+                raise ApiError(f"{path} takes POST", HTTPStatus.METHOD_NOT_ALLOWED)
             # what is no JSON a browser sends for another site without asking first
             if self.headers.get_content_type() != "application/json":
                 message = "send JSON, with Content-Type: application/json"
-                raise Refused(message, HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
+                raise ApiError(message, HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
             asked = read_request(KINDS[path], body)
             if asked.model not in (None, self._service.name):
                 message = f"there is no model {asked.model!r}, there is {self._service.name!r}"
-                raise Refused(message, 404, field="model", code="model_not_found")
+                raise ApiError(message, 404, field="model", code="model_not_found")
             return self._written(asked)
-        except Refused as refused:
+        except ApiError as refused:
             return refused.page
         except OSError:  # the client has gone
             raise
         except Exception:  # the edge of this thread
             logger.exception("a text could not be written")
-            page = Refused("an error, see the log", HTTPStatus.INTERNAL_SERVER_ERROR).page
+            page = ApiError("an error, see the log", HTTPStatus.INTERNAL_SERVER_ERROR).page
             if not self._streams:
                 return page
             self._send_event(page.body.decode())
@@ -363,15 +363,15 @@ class ChatRequest(PageRequest):
     def _check_host(self) -> None:
         address = str(cast(PageServer, self.server).server_address[0])
         if is_loopback(address) and not asks_this_machine(cast("Mapping[str, str]", self.headers)):
-            raise Refused("ask for localhost or 127.0.0.1, not another name", HTTPStatus.FORBIDDEN)
+            raise ApiError("ask for localhost or 127.0.0.1, not another name", HTTPStatus.FORBIDDEN)
 
     def _body(self) -> bytes:
         told = self.headers.get("Content-Length", "")
         if not re.fullmatch("[0-9]{1,9}", told):
-            raise Refused("the Content-Length is missing", HTTPStatus.LENGTH_REQUIRED)
+            raise ApiError("the Content-Length is missing", HTTPStatus.LENGTH_REQUIRED)
         if (length := int(told)) > MAX_BODY_BYTES:
             message = f"a request has at most {MAX_BODY_BYTES:,} bytes"
-            raise Refused(message, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+            raise ApiError(message, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
         if len(body := self.rfile.read(length)) < length:
             raise ClientGone
         limit_s = WAIT_LIMIT_S + self._service.write_s + STALL_LIMIT_S
@@ -407,7 +407,7 @@ class ChatRequest(PageRequest):
             if length >= most:
                 field = "messages" if chat else "prompt"
                 message = f"{field}: {length} tokens; the model takes {most} with its answer"
-                raise Refused(message, field=field, code="context_length_exceeded")
+                raise ApiError(message, field=field, code="context_length_exceeded")
             wanted = asked.max_completion_tokens or asked.max_tokens or DEFAULT_TOKENS
             wanted = min(most - length, wanted)
 

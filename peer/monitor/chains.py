@@ -23,7 +23,7 @@ from dilocox.dht.node import RunDHT
 from dilocox.dht.records import ClaimRecord, averaging_prefix
 from dilocox.dht.rpc import REFUSED, Client, LoopThread
 from dilocox.peer.chain.header_client import HeaderClient
-from dilocox.peer.chain.round_history import Told, ask_history
+from dilocox.peer.chain.round_history import ToldHistory, ask_history
 from dilocox.peer.chain.stated import came_now
 from dilocox.peer.chain.summary import ChainRound, token_seconds_by_peer, tokens_by_peer
 
@@ -239,7 +239,7 @@ class ChainReader(LoopThread):
         self._run_id = run
         self._bootstraps = frozenset(bootstraps)
         self._walks: dict[int, Future[Walk]] = {}  # by stage
-        self._asking: Future[Told] | None = None
+        self._asking: Future[ToldHistory] | None = None
         self._silent = set[str]()  # bootstraps that gave no history, of which was said so
         self._slots = asyncio.Semaphore(STAGES_AT_ONCE)
 
@@ -271,7 +271,7 @@ class ChainReader(LoopThread):
             asked = ask_history(self._client(0), peers, run, manifest, after, silent, witness)
             self._asking = asyncio.run_coroutine_threadsafe(asked, self.loop)
 
-    def take_history(self) -> Told | None:
+    def take_history(self) -> ToldHistory | None:
         """What they said since the last call; None while nothing was asked, or is not answered."""
         if self._asking is None or not self._asking.done():
             return None

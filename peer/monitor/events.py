@@ -24,7 +24,7 @@ STATES = {"running": "resumed", "paused": "paused", "ended": "ended"}
 
 
 @dataclass(frozen=True)
-class Event:
+class EventLine:
     """One line. at: when it happened last, seconds since the epoch. count: how often."""
 
     at: float
@@ -41,7 +41,7 @@ class EventLog:
     loss that was told. revision, state: of the manifest.
     """
 
-    rows: list[Event] = field(default_factory=list[Event])
+    rows: list[EventLine] = field(default_factory=list[EventLine])
     members: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     tenths: int | None = None
     best: float | None = None
@@ -55,7 +55,7 @@ class EventLog:
                 self.rows.remove(row)
                 self.rows.append(replace(row, at=at, count=row.count + 1))
                 return
-        self.rows = [*self.rows, Event(at, kind, text)][-MAX_EVENTS:]
+        self.rows = [*self.rows, EventLine(at, kind, text)][-MAX_EVENTS:]
 
     def come_and_go(
         self, look: SwarmLook, before: Mapping[str, int], present: Mapping[str, int], shown: Shown

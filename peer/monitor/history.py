@@ -29,7 +29,7 @@ from dilocox.peer.chain.round_history import (
     HistoryRow,
     ModelSample,
     Named,
-    Told,
+    ToldHistory,
     thin_samples,
 )
 from dilocox.peer.chain.stated import MAX_HEARD, ROUNDS_AHEAD, Spread, more_voids, stated_losses
@@ -297,7 +297,7 @@ class SwarmHistory:
                 peers = None if at is None else len(self.present)
                 self.curve.see(Point(each.round, each.chain_tokens, at, peers=peers))
 
-    def told(self, told: Told, manifest: Manifest) -> None:
+    def told(self, told: ToldHistory, manifest: Manifest) -> None:
         """Take in what bootstraps keep of the run's rounds, and of peers that are gone."""
         head = self.stages[0].head
         newest = math.inf if head is None else head.round + ROUNDS_AHEAD  # some come meanwhile

@@ -17,7 +17,7 @@ from typing import Any
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import DataSpec
 from dilocox.dht.manifest_sections import SourceSpec
-from dilocox.peer.training.data_sources import DocumentStream, Source, open_source
+from dilocox.peer.training.data_sources import DataSource, DocumentStream, open_source
 
 
 def open_mixture(spec: DataSpec) -> MixedSource:
@@ -35,7 +35,7 @@ class MixedSource:
     """Sources that were opened."""
 
     spec: DataSpec
-    sources: tuple[Source, ...]
+    sources: tuple[DataSource, ...]
 
     @property
     def fingerprint(self) -> str:
@@ -44,7 +44,7 @@ class MixedSource:
         return hashlib.sha256(json.dumps(words).encode()).hexdigest()
 
     def part(self, part: int, order: str) -> DocumentStream | MixedStream:
-        """Open a part; see `Source.part`."""
+        """Open a part; see `DataSource.part`."""
         if len(self.sources) == 1:
             return self.sources[0].part(part, order)
         return MixedStream(self.sources, part, order)
@@ -61,7 +61,7 @@ class MixedStream:
     `rows` counts the documents read so far.
     """
 
-    def __init__(self, sources: tuple[Source, ...], part: int, order: str):
+    def __init__(self, sources: tuple[DataSource, ...], part: int, order: str):
         self.rows = 0
         self._sources, self._part, self._order = sources, part, order
         self._epochs = [0] * len(sources)

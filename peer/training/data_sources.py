@@ -442,7 +442,7 @@ class DocumentStream:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class DataSource:
     """A source that was opened: what is held out, what each part holds, and a digest of its files.
 
     Where rows are split, not pieces, the held-out part and every part list the same files, and
@@ -496,7 +496,7 @@ class Source:
             return self.open_pieces(pieces)
 
 
-def open_source(spec: DataSpec) -> Source:
+def open_source(spec: DataSpec) -> DataSource:
     """Find the files of a source and deal them out; reads no more of them than held-out rows.
 
     Raises:
@@ -510,12 +510,12 @@ def open_source(spec: DataSpec) -> Source:
     return _open_tables(spec)
 
 
-def _open_stdlib(spec: DataSpec) -> Source:
+def _open_stdlib(spec: DataSpec) -> DataSource:
     training, held_out = library_files()
     parts: list[list[Piece]] = [[] for _ in range(spec.parts)]
     for piece in training:
         parts[int(_hash(piece.name), 16) % spec.parts].append(piece)
-    return Source(
+    return DataSource(
         spec=spec,
         held_out=tuple(held_out),
         parts=tuple(map(tuple, parts)),
@@ -524,21 +524,21 @@ def _open_stdlib(spec: DataSpec) -> Source:
     )
 
 
-def _open_text(spec: DataSpec) -> Source:
+def _open_text(spec: DataSpec) -> DataSource:
     files = find_files(spec)
     pieces = cut_bytes(files, spec.parts, TEXT_BYTES)
-    return _dealt(spec, pieces, open_bytes, _fingerprint(spec, files))
+    return _deal(spec, pieces, open_bytes, _fingerprint(spec, files))
 
 
-def _open_tables(spec: DataSpec) -> Source:
+def _open_tables(spec: DataSpec) -> DataSource:
     pieces, open_rows = _open_table(spec)
     fingerprint = _fingerprint(spec, pieces)
-    source = _dealt(spec, pieces, open_rows, fingerprint)
+    source = _deal(spec, pieces, open_rows, fingerprint)
     if all(source.parts):
         return source
     with reading(spec):
         cut = cut_rows(spec.format, pieces, spec.parts, spec.text_field)
-    if cut is not None and _are_even(source := _dealt(spec, *cut, fingerprint)):
+    if cut is not None and _are_even(source := _deal(spec, *cut, fingerprint)):
         return source
     with reading(spec):
         rows = DocumentStream(open_rows(pieces), spec, lambda row: True)
@@ -546,7 +546,7 @@ def _open_tables(spec: DataSpec) -> Source:
     budget = _held_out_bytes(known) if known else HELD_OUT_BYTES
     while budget > 0 and (text := rows.read()) is not None:
         budget -= len(text)
-    return Source(
+    return DataSource(
         spec=spec,
         held_out=tuple(pieces),
         parts=(tuple(pieces),) * spec.parts,
@@ -556,13 +556,13 @@ def _open_tables(spec: DataSpec) -> Source:
     )
 
 
-def _are_even(source: Source) -> bool:
+def _are_even(source: DataSource) -> bool:
     """Whether no part is tiny: a writer's last row group may hold a single row."""
     sizes = [sum(piece.size for piece in part) for part in source.parts]
     return all(source.parts) and min(sizes) * len(sizes) >= _LEAST_SHARE * sum(sizes)
 
 
-def _dealt(spec: DataSpec, pieces: list[Piece], open_pieces: Opener, fingerprint: str) -> Source:
+def _deal(spec: DataSpec, pieces: list[Piece], open_pieces: Opener, fingerprint: str) -> DataSource:
     """Deal pieces out in the order of their hashes: to the held-out part, then round the parts."""
     pieces = sorted(pieces, key=lambda piece: _hash(piece.name, piece.start))
     budget = _held_out_bytes([piece.size for piece in pieces])
@@ -570,7 +570,7 @@ def _dealt(spec: DataSpec, pieces: list[Piece], open_pieces: Opener, fingerprint
     while budget > 0:
         budget -= max(1, pieces[count].size)
         count += 1
-    return Source(
+    return DataSource(
         spec=spec,
         held_out=tuple(pieces[:count]),
         parts=tuple(tuple(pieces[count + part :: spec.parts]) for part in range(spec.parts)),

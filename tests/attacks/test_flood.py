@@ -20,7 +20,7 @@ from dilocox.peer.os_process import start_process
 from tests.attacks.test_strangers import HONEST_S, LEAST_SHARE, rounds_in, swarm_of_three
 from tests.docker.prometheus import free_ports
 from tests.swarm.conftest import StartSwarm
-from tests.swarm.harness import LocalSwarm
+from tests.swarm.harness import ProcessSwarm
 from tests.swarm.processes import family
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(2400)]
@@ -40,7 +40,7 @@ def private_mb(pid: int) -> float:
     return sum(map(int, found)) / 1e3
 
 
-def memory_mb(swarm: LocalSwarm) -> dict[str, float]:
+def memory_mb(swarm: ProcessSwarm) -> dict[str, float]:
     """That of all processes of the bootstrap and of each peer; of their p2pd by itself."""
     found = defaultdict[str, float](float)
     for name in ("bootstrap", *(peer.name for peer in swarm.peers)):
@@ -63,7 +63,7 @@ def most_more(now: Mapping[str, float], before: Mapping[str, float], kind: str) 
     return max(now[name] - before[name] for name in before if name.endswith(kind))
 
 
-def flood(swarm: LocalSwarm, seed: int) -> tuple[dict[str, Any], dict[str, float]]:
+def flood(swarm: ProcessSwarm, seed: int) -> tuple[dict[str, Any], dict[str, float]]:
     """Send all; what the stranger says at last, and the most memory that was taken meanwhile."""
     log = swarm.folder / f"flood-{seed}.log"
     command = [sys.executable, "-m", "tests.attacks.flood", swarm.invite]

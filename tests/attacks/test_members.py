@@ -8,7 +8,7 @@ import pytest
 
 from tests.attacks.test_strangers import INNER_STEPS, STEP_S, rounds_in, taken
 from tests.swarm.conftest import StartSwarm
-from tests.swarm.harness import LocalSwarm, Peer
+from tests.swarm.harness import Peer, ProcessSwarm
 from tests.swarm.small_run import fixed_steps
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
@@ -82,6 +82,6 @@ def _trains(peer: Peer) -> bool:
     return bool(peer.of_kind("training"))
 
 
-def loss_of(swarm: LocalSwarm) -> float:
+def loss_of(swarm: ProcessSwarm) -> float:
     """The newest validation loss that the first peer tells."""
     return next(line["val_loss"] for line in swarm.peers[0].rounds[::-1] if line["val_loss"])

@@ -18,7 +18,7 @@ from dilocox.peer.chain.store import Store
 from dilocox.peer.os_process import Child, start_process
 from dilocox.peer.rounds.record import RoundRecord
 from tests.swarm.conftest import StartSwarm
-from tests.swarm.harness import LocalSwarm
+from tests.swarm.harness import ProcessSwarm
 from tests.swarm.small_run import fixed_steps
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
@@ -45,7 +45,7 @@ class Attack:
 
 
 @contextmanager
-def attacked(swarm: LocalSwarm, kind: str) -> Iterator[Attack]:
+def attacked(swarm: ProcessSwarm, kind: str) -> Iterator[Attack]:
     """A stranger attacks; it has come through three times when this begins."""
     log = swarm.folder / f"{kind}.log"
     command = [sys.executable, "-m", "tests.attacks.hostile", swarm.invite]
@@ -61,7 +61,7 @@ def attacked(swarm: LocalSwarm, kind: str) -> Iterator[Attack]:
         child.wait(10.0)
 
 
-def swarm_of_three(start_swarm: StartSwarm, *first: str) -> LocalSwarm:
+def swarm_of_three(start_swarm: StartSwarm, *first: str) -> ProcessSwarm:
     """first: more options of the first peer."""
     swarm = start_swarm(rounds=fixed_steps(INNER_STEPS))
     for options in (first, (), ()):
@@ -70,14 +70,14 @@ def swarm_of_three(start_swarm: StartSwarm, *first: str) -> LocalSwarm:
     return swarm
 
 
-def rounds_in(swarm: LocalSwarm, seconds: float) -> int:
+def rounds_in(swarm: ProcessSwarm, seconds: float) -> int:
     """Rounds that the first peer commits in so many seconds."""
     before = len(swarm.peers[0].rounds)
     swarm.let_pass(seconds)
     return len(swarm.peers[0].rounds) - before
 
 
-def taken(swarm: LocalSwarm) -> list[RoundRecord]:
+def taken(swarm: ProcessSwarm) -> list[RoundRecord]:
     """The records of all peers and of the archive."""
     logs: list[Store] = [swarm.round_log(peer) for peer in swarm.peers]
     kept = swarm.folder.glob("bootstrap/*-archive-*/stage0/[0-9]*[0-9]/log")

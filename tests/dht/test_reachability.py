@@ -410,7 +410,7 @@ def test_a_peer_that_was_carried_elsewhere_is_lost_after_two_failures_in_a_row()
     assert lost == [False] * 7 + [True]
 
 
-class Told:
+class Answering:
     """A swarm that answers at once; `asked`: whether each question was "again"."""
 
     def __init__(self, *answers: Reachability) -> None:
@@ -426,7 +426,7 @@ class Told:
 
 def test_one_that_nobody_could_try_is_tried_each_minute_until_somebody_has() -> None:
     unknown, public = Reachability(by_others=True), Reachability(kind="public", by_others=True)
-    told, started = Told(unknown, unknown, public, public), time.monotonic()
+    told, started = Answering(unknown, unknown, public, public), time.monotonic()
     watch = ReachWatch(told, reached=False, by_others=False, now=started)
     for second in range(int(3 * CHECK_AGAIN_S + CHECK_S) + 9):
         assert not watch.lost(started + second)
@@ -437,7 +437,7 @@ def test_one_that_only_a_bootstrap_reached_hears_others_until_one_of_them_has() 
     """The first peer of a swarm: its router may let in the bootstrap alone."""
 
     def watched(*answers: Reachability) -> tuple[list[bool], bool]:
-        told, now, lost = Told(*answers), time.monotonic(), False
+        told, now, lost = Answering(*answers), time.monotonic(), False
         watch = ReachWatch(told, reached=True, by_others=False, now=now)
         for _ in answers:
             now += CHECK_S + 1

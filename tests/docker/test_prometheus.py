@@ -13,7 +13,7 @@ import pytest
 from tests.docker.exported import ALERTS, RECORDS
 from tests.docker.prometheus import RunningPrometheus, free_ports
 from tests.docker.test_dashboard import PANELS, VARIABLES
-from tests.swarm.harness import LocalSwarm
+from tests.swarm.harness import ProcessSwarm
 from tests.swarm.monitors import WatchingMonitor
 from tests.swarm.small_run import run_manifest
 
@@ -39,7 +39,7 @@ pytestmark = [
 class Watched:
     """A swarm with its monitor and its Prometheus."""
 
-    swarm: LocalSwarm
+    swarm: ProcessSwarm
     monitor: WatchingMonitor
     prometheus: RunningPrometheus
 
@@ -66,7 +66,7 @@ class Watched:
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     folder = tmp_path_factory.mktemp("watched")
     own_port, *ports = free_ports(1 + STAGES * REPLICAS)
-    swarm = LocalSwarm(
+    swarm = ProcessSwarm(
         folder, run_manifest(stages=STAGES), bootstrap=("--metrics-port", str(own_port))
     )
     started: list[WatchingMonitor | RunningPrometheus] = []

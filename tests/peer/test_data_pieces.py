@@ -15,7 +15,7 @@ import pytest
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.manifest import DataSpec
 from dilocox.peer.training import data_pieces as pieces_module
-from dilocox.peer.training.data_sources import DocumentStream, Source, find_files, open_source
+from dilocox.peer.training.data_sources import DataSource, DocumentStream, find_files, open_source
 
 PARTS, ROWS, ROWS_OF_A_GROUP = 4, 600, 10
 LEAST_BYTES = 256
@@ -54,7 +54,7 @@ def read(stream: DocumentStream) -> list[bytes]:
     return documents
 
 
-def everything(source: Source) -> list[str]:
+def everything(source: DataSource) -> list[str]:
     parts = [read(source.part(part, "order")) for part in range(PARTS)]
     assert all(parts)
     held_out = [*source.held_out_documents()]

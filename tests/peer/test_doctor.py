@@ -24,7 +24,13 @@ from dilocox.dht.invite import Invite
 from dilocox.dht.manifest import Manifest
 from dilocox.peer import memory_and_disk
 from dilocox.peer.commands import doctor, doctor_bench
-from dilocox.peer.commands.doctor import ContributionEstimate, Page, as_json, run_doctor, verdict
+from dilocox.peer.commands.doctor import (
+    ContributionEstimate,
+    Printout,
+    as_json,
+    run_doctor,
+    verdict,
+)
 from dilocox.peer.commands.doctor_bench import look_at_device, measure_speed
 from dilocox.peer.commands.doctor_checks import DeviceFacts, Library
 from dilocox.peer.memory_and_disk import Check, size
@@ -158,7 +164,7 @@ def file() -> io.StringIO:
 
 def test_every_line_keeps_to_the_width_and_its_column(file: io.StringIO) -> None:
     long = Check("reachable", "warning", "others cannot dial this machine " * 4, "forward it " * 9)
-    Page(Console(file=file, width=60)).show([GOOD, long])
+    Printout(Console(file=file, width=60)).show([GOOD, long])
     lines = file.getvalue().splitlines()
     assert all(len(line) <= 60 for line in lines)
     assert lines[0] == "ok       python     3.11.7"
@@ -169,14 +175,14 @@ def test_every_line_keeps_to_the_width_and_its_column(file: io.StringIO) -> None
 
 
 def test_a_remedy_that_fits_stands_in_the_same_line(file: io.StringIO) -> None:
-    Page(Console(file=file, width=80)).show([BAD])
+    Printout(Console(file=file, width=80)).show([BAD])
     assert file.getvalue() == (
         "failed   port       port 7 is in use -> choose another one with --port\n"
     )
 
 
 def test_what_a_stranger_wrote_does_not_steer_the_terminal(file: io.StringIO) -> None:
-    Page(Console(file=file, width=80)).show([Check("version", "ok", "1 of \x1b[2J\r\x07evil")])
+    Printout(Console(file=file, width=80)).show([Check("version", "ok", "1 of \x1b[2J\r\x07evil")])
     assert "\x1b" not in file.getvalue() and "evil" in file.getvalue()
 
 

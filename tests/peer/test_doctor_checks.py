@@ -18,8 +18,8 @@ from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_revisions import in_state
 from dilocox.dht.records import ClaimRecord, stage_key
 from dilocox.peer.commands.doctor_checks import (
+    BandwidthFacts,
     DeviceFacts,
-    ExchangeFacts,
     Library,
     SpeedFacts,
     bandwidth_check,
@@ -53,7 +53,9 @@ FIRST = f"/ip4/203.0.113.7/tcp/31337/p2p/{PEER}"
 SECOND = f"/dns4/run.example/tcp/443/p2p/{PEER}"
 RUN = Manifest.from_dict({"name": "words", "model": "tiny", "stages": 3, "end_tokens": 1000})
 TAKEN = EnvironmentFault("port 7 of 0.0.0.0 is in use by another program: choose another one")
-LINK = ExchangeFacts(stage=1, payload_bytes=60_000_000, down=8e6, link_up=2e6, up=2e6, limit_s=60.0)
+LINK = BandwidthFacts(
+    stage=1, payload_bytes=60_000_000, down=8e6, link_up=2e6, up=2e6, limit_s=60.0
+)
 NEEDS = DiskNeeds(more_bytes=3 * GB, snapshot_bytes=GB)
 
 

@@ -32,7 +32,7 @@ NOBODY = (
 LOCAL = ("--host", "127.0.0.1")
 
 Run = Callable[..., Command]
-Refused = Callable[..., None]
+Assertion = Callable[..., None]
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_wrong_invite_is_named_with_what_it_should_look_like(
 
 
 def test_manifest_with_a_wrong_field_is_named_with_the_field_and_the_remedy(
-    refused: Refused, tmp_path: Path
+    refused: Assertion, tmp_path: Path
 ) -> None:
     manifest = write_manifest(tmp_path / "run.yaml", rounds={"inner_stepz": 8})
     line = "rounds.inner_stepz is not a field of the manifest; did you mean inner_steps?"
@@ -122,7 +122,7 @@ def test_manifest_with_a_wrong_field_is_named_with_the_field_and_the_remedy(
 
 
 def test_key_that_others_can_read_is_refused_with_the_command_that_fixes_it(
-    refused: Refused, tmp_path: Path
+    refused: Assertion, tmp_path: Path
 ) -> None:
     key = tmp_path / "state" / "identity.key"
     key.parent.mkdir()
@@ -132,14 +132,14 @@ def test_key_that_others_can_read_is_refused_with_the_command_that_fixes_it(
     refused(peer, 2, str(key), "0644", f"chmod 600 {key}")
 
 
-def test_port_in_use_is_named_with_the_option_that_fixes_it(refused: Refused) -> None:
+def test_port_in_use_is_named_with_the_option_that_fixes_it(refused: Assertion) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         refused(["peer", NOBODY, *LOCAL, "--port", port], 1, f"port {port}", "in use", "--port")
 
 
 def test_a_bootstrap_that_cannot_start_leaves_no_key_that_would_alarm_the_next_start(
-    refused: Refused, tmp_path: Path
+    refused: Assertion, tmp_path: Path
 ) -> None:
     manifest = tmp_path / "run.yaml"
     manifest.write_text("name: test\nmodel: tiny\nend_tokens: 1000\n")
@@ -352,7 +352,7 @@ def test_the_children_of_a_killed_demo_end_too(run: Run) -> None:
     ],
 )
 def test_a_demo_refuses_what_it_would_overwrite_or_could_not_write(
-    refused: Refused, tmp_path: Path, options: list[str], words: list[str]
+    refused: Assertion, tmp_path: Path, options: list[str], words: list[str]
 ) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "thesis.tex").write_text("years of work")

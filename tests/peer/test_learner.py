@@ -15,7 +15,7 @@ import torch
 
 from dilocox.peer.averaging.events import Failed, Resynced, Voided
 from dilocox.peer.averaging.loop_status import LoopStatus
-from dilocox.peer.chain.chain_client import State, Told
+from dilocox.peer.chain.chain_client import CountedRounds, State
 from dilocox.peer.training.snapshot_taking import Snapshots
 from dilocox.pipeline.messages import Stepped
 from dilocox.pipeline.stage_worker import StageWorker
@@ -409,7 +409,9 @@ def test_under_merge_none_a_stop_ends_the_wait(tmp_path: Path) -> None:
 
 
 # ---- another state -------------------------------------------------------------------------------
-def resynced(loop: Loop, number: int, fork_round: int | None, told: Told | None = None) -> Resynced:
+def resynced(
+    loop: Loop, number: int, fork_round: int | None, told: CountedRounds | None = None
+) -> Resynced:
     loop.committed(number, 0.25)  # writes the state into the buffers that are not current
     state = State(
         round=number,
@@ -462,7 +464,7 @@ def test_what_became_of_a_send_is_taken_from_the_headers_of_the_new_states_chain
     if void:
         loop.fake.events.put(Voided(round=0, reason="nobody knows", certain=False))
         loop.learner.between_steps()
-    told = Told(after=after, named=frozenset(named), rounds={"5" * 64: 5})
+    told = CountedRounds(after=after, named=frozenset(named), rounds={"5" * 64: 5})
     loop.fake.events.put(resynced(loop, 5, None, told))
     loop.learner.between_steps()
     tokens = {
@@ -480,7 +482,7 @@ def test_a_state_that_holds_a_send_which_is_not_known_here_resets_to_its_anchor(
     loop: Loop,
 ) -> None:
     loop.train(2)
-    told = Told(after=-1, named=frozenset({3}), rounds={"5" * 64: 5})
+    told = CountedRounds(after=-1, named=frozenset({3}), rounds={"5" * 64: 5})
     loop.fake.events.put(resynced(loop, 5, None, told))
     loop.learner.between_steps()
     assert torch.equal(loop.live, loop.model.merge.anchor)

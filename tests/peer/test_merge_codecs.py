@@ -25,7 +25,7 @@ from dilocox.peer.rounds.record import RoundRecord
 from dilocox.peer.training.merge import MergeConfig, RecordFacts, Remainder
 from tests.peer.averaged import averaged, own_contribution
 from tests.peer.codecs import codec_of
-from tests.peer.test_merge_invariant import EVENT, FOREVER, Draw, Schedule, Told, World
+from tests.peer.test_merge_invariant import EVENT, FOREVER, Draw, Schedule, ToldRecord, World
 
 LAYOUT = FlatLayout.of([("up", (48, 64)), ("bias", (40,)), ("down", (64, 96))])
 ME = "b"
@@ -113,7 +113,7 @@ class CodecWorld(World):
             previous=self.merge.digest,
             contributor=bool(record.counted(ME)),
         )
-        told = Told(facts, self.vector(*draw), None)
+        told = ToldRecord(facts, self.vector(*draw), None)
         if facts.contributor:
             told.own = own_contribution(record, ME, messages[ME], self.codec)
             told.left_out = record.left_out(ME, self.codec)

@@ -31,7 +31,7 @@ WHILE_A_SNAPSHOT_IS_READ = ("step", "step again", "snapshot begins", "rest of th
 
 
 @dataclass
-class Told:
+class ToldRecord:
     """A record as the peer was told it, kept so that a restarted peer can be told again."""
 
     facts: RecordFacts
@@ -60,7 +60,7 @@ class World:
     unit: float  # what an integer of the schedule is worth; 1/4 is exact in float64
     tokens_stepped: int = 0
     tokens_counted: int = 0
-    told: list[Told] = field(default_factory=list[Told])
+    told: list[ToldRecord] = field(default_factory=list[ToldRecord])
     newest_round: int = -1
     sent_since: dict[int, int] = field(default_factory=dict[int, int])  # what the journal holds
     trained_then: int = 0
@@ -172,9 +172,11 @@ class World:
             contributor=mine,
         )
         anchor, own = self.vector(*(4 * n + 8 for n in draw)), self.vector(*draw)
-        self.tell(Told(facts, anchor, own if mine else None, [slice(0, 1)] if left_out else []))
+        self.tell(
+            ToldRecord(facts, anchor, own if mine else None, [slice(0, 1)] if left_out else [])
+        )
 
-    def tell(self, record: Told) -> None:
+    def tell(self, record: ToldRecord) -> None:
         number, merge = record.facts.round, self.merge
         tokens, send = merge.tokens_of(number), merge.fly.get(number)
         last_closed = number - 1 if record.facts.contributor else number

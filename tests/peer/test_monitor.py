@@ -18,7 +18,7 @@ from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite, run_id
 from dilocox.dht.join import Joined
 from dilocox.dht.manifest import SignedManifest
-from dilocox.peer.chain.round_history import HistoryRow, Told
+from dilocox.peer.chain.round_history import HistoryRow, ToldHistory
 from dilocox.peer.monitor import monitor
 from dilocox.peer.monitor.chains import Order, Walk
 from dilocox.peer.monitor.monitor import Monitor, run_monitor_command
@@ -47,7 +47,7 @@ class Chains:
         self.ordered: list[Order] = []
         self.walks: list[Walk] = []
         self.asked: list[int] = []  # after which round
-        self.history: Told | None = None
+        self.history: ToldHistory | None = None
         self.running = False
 
     def start(self, _limit_s: float) -> None:
@@ -64,7 +64,7 @@ class Chains:
     def ask_history(self, _manifest: object, _witness: str, after: int) -> None:
         self.asked.append(after)
 
-    def take_history(self) -> Told | None:
+    def take_history(self) -> ToldHistory | None:
         taken, self.history = self.history, None
         return taken
 
@@ -261,14 +261,14 @@ def test_a_monitor_of_an_unknown_run_says_that_no_bootstrap_answers(
 
 
 # ---- the history that bootstraps keep ------------------------------------------------------------
-def told_rows(*numbers: int) -> Told:
+def told_rows(*numbers: int) -> ToldHistory:
     rows = [
         HistoryRow(
             n, 0, digest(0, n)[:16], NOW - 1000 + n, 100 * (n + 1), 3.0, 2.0 + n / 100, 50.0, 4
         )
         for n in numbers
     ]
-    return Told(rows, {})
+    return ToldHistory(rows, {})
 
 
 def test_a_monitor_that_starts_late_draws_all_that_a_bootstrap_tells(watched: Watched) -> None:
@@ -293,7 +293,7 @@ def test_a_monitor_that_starts_late_draws_all_that_a_bootstrap_tells(watched: Wa
 def test_without_a_bootstrap_that_tells_the_curve_is_what_the_monitor_sees(
     watched: Watched,
 ) -> None:
-    watched.chains.history = Told([], {})  # of an older version
+    watched.chains.history = ToldHistory([], {})  # of an older version
     watched.monitor.look()
     for number in range(3):
         root = watched.swarm.manifest.root

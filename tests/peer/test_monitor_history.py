@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dilocox.dht.manifest_revisions import back_to
-from dilocox.peer.chain.round_history import HistoryRow, ModelSample, Named, Told
+from dilocox.peer.chain.round_history import HistoryRow, ModelSample, Named, ToldHistory
 from dilocox.peer.monitor.history import MAX_REMEMBERED, MAX_SAMPLES, Samples, SwarmHistory
 from tests.peer.fabricated import NOW, ToldSwarm, digest, peer_id, stage_record
 
@@ -82,7 +82,9 @@ def test_losses_of_rounds_that_the_operator_set_aside_leave_the_curve(
 def test_what_bootstraps_tell_of_rounds_that_were_set_aside_is_not_drawn(tmp_path: Path) -> None:
     swarm = trained_and_back(tmp_path)
     late = [HistoryRow(number, 0, "", NOW, 100, 2.0, 2.0) for number in (1, 2, 30)]
-    swarm.history.told(Told(late, {}), swarm.manifest)  # one that has not heard of the rollback
+    swarm.history.told(
+        ToldHistory(late, {}), swarm.manifest
+    )  # one that has not heard of the rollback
     assert sorted(losses(swarm)) == [-1, 0, 1] and swarm.history.curve.told == 1
 
 
@@ -238,7 +240,7 @@ def test_a_late_monitor_has_the_names_that_bootstraps_keep_and_live_records_go_f
     swarm.stages[0] = {one: stage_record(name="Ada")}
     swarm.look()
     names = {peer: Named(peer, "Bob", "Foxes") for peer in (one, other)}
-    swarm.history.told(Told([], names), swarm.manifest)
+    swarm.history.told(ToldHistory([], names), swarm.manifest)
     rows = {row["id"]: row for row in swarm.history.contributions(100)}
     assert (rows[one]["name"], rows[one]["team"]) == ("Ada", "")
     assert (rows[other]["name"], rows[other]["team"], rows[other]["since"]) == (
@@ -257,12 +259,14 @@ def test_a_late_monitor_has_what_the_model_wrote_in_rounds_that_count() -> None:
         swarm.commit(number)
     swarm.look()
     wrote = {n: ModelSample(n, 0, 100, NOW, "Once", " upon") for n in (1, 5, 700)}
-    swarm.history.told(Told([], {}, wrote, 51_790_336), swarm.manifest)
+    swarm.history.told(ToldHistory([], {}, wrote, 51_790_336), swarm.manifest)
     assert [each.round for each in swarm.history.samples_of("Once")] == [5, 1]
     assert swarm.status(swarm.look())["trained"]["parameters"] == 51_790_336
     swarm.manifest = back_to(swarm.manifest, 2, [digest(0, 2)])
     swarm.look()
-    swarm.history.told(Told([], {}, wrote), swarm.manifest)  # by one that has not heard of it
+    swarm.history.told(
+        ToldHistory([], {}, wrote), swarm.manifest
+    )  # by one that has not heard of it
     assert [each.round for each in swarm.history.samples_of("Once")] == [1]
     assert swarm.history.parameters == 51_790_336
 

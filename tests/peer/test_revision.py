@@ -30,7 +30,7 @@ FIRST = Manifest.from_dict({"name": "demo", "model": "tiny", "end_tokens": 1_000
 PAUSED = in_state(FIRST, "paused")
 
 
-class Told:
+class ToldDHT:
     """A DHT that has this manifest."""
 
     def __init__(self) -> None:
@@ -57,17 +57,17 @@ def run(identities: list[Identity]) -> str:
 
 
 @pytest.fixture
-def told() -> Told:
-    return Told()
+def told() -> ToldDHT:
+    return ToldDHT()
 
 
 @pytest.fixture
-def watch(told: Told, run: str, tmp_path: Path) -> ManifestWatch:
+def watch(told: ToldDHT, run: str, tmp_path: Path) -> ManifestWatch:
     return ManifestWatch(cast("Swarm", told), run, FIRST, tmp_path / "newest.signed")
 
 
 def test_a_newer_one_counts_and_is_kept_for_the_next_start(
-    watch: ManifestWatch, told: Told, identities: list[Identity], run: str, tmp_path: Path
+    watch: ManifestWatch, told: ToldDHT, identities: list[Identity], run: str, tmp_path: Path
 ) -> None:
     assert not watch.look(), "the DHT has none"
     first, told.signed = (SignedManifest.sign(identities[0], each) for each in (FIRST, PAUSED))
@@ -84,7 +84,7 @@ def test_a_newer_one_counts_and_is_kept_for_the_next_start(
 
 
 def test_what_is_not_the_operators_counts_nothing_and_ends_nobody(
-    watch: ManifestWatch, told: Told, identities: list[Identity], run: str, tmp_path: Path
+    watch: ManifestWatch, told: ToldDHT, identities: list[Identity], run: str, tmp_path: Path
 ) -> None:
     told.signed = SignedManifest.sign(identities[1], PAUSED)
     assert not watch.look()
@@ -100,7 +100,7 @@ def test_what_is_not_the_operators_counts_nothing_and_ends_nobody(
 )
 def test_what_the_operator_signed_and_nobody_here_can_read_is_a_reason_to_end_also_at_the_start(
     watch: ManifestWatch,
-    told: Told,
+    told: ToldDHT,
     identities: list[Identity],
     run: str,
     tmp_path: Path,
@@ -125,7 +125,7 @@ def test_what_the_operator_signed_and_nobody_here_can_read_is_a_reason_to_end_al
 
 
 def test_who_tells_of_revisions_that_nobody_has_is_believed_less_and_less(
-    watch: ManifestWatch, told: Told, identities: list[Identity]
+    watch: ManifestWatch, told: ToldDHT, identities: list[Identity]
 ) -> None:
     began, heartbeat_s = time.monotonic(), 4.0
 

@@ -30,7 +30,7 @@ from dilocox.peer.chain.round_history import (
     ModelSample,
     Named,
     RoundHistory,
-    Told,
+    ToldHistory,
     ask_history,
     checked_page,
     merge,
@@ -177,7 +177,7 @@ def test_pages_are_small_and_together_all_of_it(
         kept.add(row(number))
     swarm = MemorySwarm(**{me: given(kept, identities[0])})
     asked = ask_history(swarm.client(), [me], RUN, MANIFEST)
-    assert asyncio.run(asked) == Told([row(number) for number in range(10)], {})
+    assert asyncio.run(asked) == ToldHistory([row(number) for number in range(10)], {})
     assert [want["after"] for _, want in swarm.asked] == [FIRST, 3, 7]
 
 
@@ -210,8 +210,10 @@ def test_a_bootstrap_of_an_older_version_and_one_that_is_gone_are_passed_over(
 
     swarm = MemorySwarm(**{"old": lambda want: None, "gone": gone, me: given(kept, identities[0])})
     peers = ["old", "gone", me]
-    assert asyncio.run(ask_history(swarm.client(), peers, RUN, MANIFEST)) == Told([row(0)], {})
-    assert asyncio.run(ask_history(swarm.client(), peers[:2], RUN, MANIFEST)) == Told([], {})
+    assert asyncio.run(ask_history(swarm.client(), peers, RUN, MANIFEST)) == ToldHistory(
+        [row(0)], {}
+    )
+    assert asyncio.run(ask_history(swarm.client(), peers[:2], RUN, MANIFEST)) == ToldHistory([], {})
 
 
 def test_what_another_key_signed_or_what_was_changed_is_refused(
@@ -220,7 +222,7 @@ def test_what_another_key_signed_or_what_was_changed_is_refused(
     kept = history(tmp_path)
     kept.add(row(0, validation=2.5))
     told, me = blob(kept, identities[0]), identities[0].peer_id
-    assert checked_page(told, me, RUN, FIRST) == (Told([row(0, validation=2.5)], {}), False)
+    assert checked_page(told, me, RUN, FIRST) == (ToldHistory([row(0, validation=2.5)], {}), False)
     changed = Blob(facts=told.facts, data=told.data.replace(b"2.5", b"1.5"))
     for other, peer in (
         (told, identities[1].peer_id),
@@ -246,7 +248,7 @@ def test_what_the_model_wrote_goes_with_the_page_the_newest_in_any_case(
         kept.keep_sample(each)
     answers = MemorySwarm(**{me: given(kept, identities[0])})
 
-    def told(after: int) -> Told:
+    def told(after: int) -> ToldHistory:
         asked = ask_history(answers.client(), [me], RUN, MANIFEST, after, witness=me)
         return asyncio.run(asked)
 
@@ -577,7 +579,7 @@ def test_the_witness_names_peers_and_others_only_those_that_it_does_not(
         finds[identity.peer_id] = given(kept, identity)
     client, peers = MemorySwarm(**finds).client(), list(finds)
     found = asyncio.run(ask_history(client, peers, RUN, MANIFEST))
-    assert found == Told([], {one: Named(one, "Ada"), other: Named(other, "Bob")})
+    assert found == ToldHistory([], {one: Named(one, "Ada"), other: Named(other, "Bob")})
     assert asyncio.run(ask_history(client, peers, RUN, MANIFEST, after=3)).names == {}
 
 
@@ -585,7 +587,7 @@ def test_an_answer_of_a_version_without_names_is_read(identities: list[Identity]
     data = f'{{"run": "{RUN}", "after": -2, "more": false, "rows": [[0,0,"",1,1]]}}'.encode()
     signature = identities[0].sign(round_history.PURPOSE + data)
     found, _ = checked_page(Blob({"signature": signature}, data), identities[0].peer_id, RUN, FIRST)
-    assert found == Told([HistoryRow(0, 0, "", 1.0, 1)], {})
+    assert found == ToldHistory([HistoryRow(0, 0, "", 1.0, 1)], {})
 
 
 # ---- over a real connection ----------------------------------------------------------------------
@@ -607,7 +609,7 @@ def test_a_keeper_gives_its_history_to_whoever_asks_over_the_network(
     keeper = Keeper(RUN, identity.peer_id, identity.peer_id, manifest, tmp_path, kept)
     (tmp_path / "stage0").mkdir()
 
-    async def run() -> Told:
+    async def run() -> ToldHistory:
         own = await P2P.create(identity_path=str(identity.path), startup_timeout=60)
         other = await P2P.create(initial_peers=await own.get_visible_maddrs(), startup_timeout=60)
         try:
@@ -618,7 +620,7 @@ def test_a_keeper_gives_its_history_to_whoever_asks_over_the_network(
                 record_bytes=0,
             )
             deadline = time.monotonic() + 60
-            found = Told([], {})
+            found = ToldHistory([], {})
             while not found.rows and time.monotonic() < deadline:
                 found = await ask_history(client, [identity.peer_id], RUN, manifest)
             return found

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.swarm import disks
-from tests.swarm.harness import LEAVE_LIMIT_S, LocalSwarm, Peer, Replica
+from tests.swarm.harness import LEAVE_LIMIT_S, Peer, ProcessSwarm, Replica
 from tests.swarm.links import Links
 from tests.swarm.processes import send_signal
 
@@ -82,7 +82,7 @@ class Injury:
     disk of its own, is full.
     """
 
-    def __init__(self, swarm: LocalSwarm, victim: Peer, kind: str):
+    def __init__(self, swarm: ProcessSwarm, victim: Peer, kind: str):
         self.victim = victim
         self.kind = kind
         self._swarm = swarm
@@ -199,7 +199,7 @@ class Campaign:
     count: replicas while it is whole. tell: gets one line a fault.
     """
 
-    def __init__(self, swarm: LocalSwarm, *, count: int, seed: int, tell: Callable[[str], None]):
+    def __init__(self, swarm: ProcessSwarm, *, count: int, seed: int, tell: Callable[[str], None]):
         self.outcomes: list[Outcome] = []
         self._swarm = swarm
         self._count = count

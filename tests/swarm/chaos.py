@@ -23,7 +23,7 @@ from dilocox.peer.rounds.record import RoundRecord
 from dilocox.peer.rounds.standing import most_tokens
 from tests.swarm import disks, links
 from tests.swarm.campaign import Injury
-from tests.swarm.harness import START_LIMIT_S, LocalSwarm, Peer, peer_name
+from tests.swarm.harness import START_LIMIT_S, Peer, ProcessSwarm, peer_name
 from tests.swarm.processes import family
 from tests.swarm.replaying import Machine, replay_on
 from tests.swarm.small_run import fixed_steps, run_manifest
@@ -58,7 +58,7 @@ class Chaos:
     what was done, and how many it ended.
     """
 
-    swarm: LocalSwarm
+    swarm: ProcessSwarm
     impossible: set[str]
     seed: int
     tell: Tell
@@ -144,12 +144,12 @@ def run(folder: Path, seed: int, seconds: float, tell: Tell) -> list[str]:
             between = links.Links(len(STAGES) + 1, mbit=100.0, delay_ms=10.0)
             lab.enter_context(between)
         manifest = run_manifest(stages=2, rounds=fixed_steps(INNER_STEPS))
-        swarm = lab.enter_context(LocalSwarm(folder, manifest, links=between))
+        swarm = lab.enter_context(ProcessSwarm(folder, manifest, links=between))
         chaos = Chaos(swarm, impossible, seed, tell)
         return _run(swarm, chaos, seconds)
 
 
-def _run(swarm: LocalSwarm, chaos: Chaos, seconds: float) -> list[str]:
+def _run(swarm: ProcessSwarm, chaos: Chaos, seconds: float) -> list[str]:
     for stage, skew_s in zip(STAGES, itertools.cycle(SKEWS_S), strict=False):
         swarm.add_peer(stage=stage, step_s=STEP_S, skew_s=skew_s)
     swarm.wait(lambda: all(map(_rounds, swarm.peers)), 2 * START_LIMIT_S, "all have a round")
@@ -177,7 +177,7 @@ def _rounds(peer: Peer) -> int:
     return len(peer.rounds)
 
 
-def _bootstrap_mb(swarm: LocalSwarm) -> float:
+def _bootstrap_mb(swarm: ProcessSwarm) -> float:
     total = 0.0
     for process in family(f"{swarm.tag}.bootstrap"):
         lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
@@ -185,20 +185,20 @@ def _bootstrap_mb(swarm: LocalSwarm) -> float:
     return total
 
 
-def _longest_stall_s(swarm: LocalSwarm) -> float:
+def _longest_stall_s(swarm: ProcessSwarm) -> float:
     on_time = [peer for peer, skew_s in zip(swarm.peers, SKEWS_S, strict=False) if not skew_s]
     times = sorted(line["time"] for peer in on_time for line in peer.rounds)
     return max((after - before for before, after in itertools.pairwise(times)), default=0.0)
 
 
-def _set_aside(swarm: LocalSwarm) -> int:
+def _set_aside(swarm: ProcessSwarm) -> int:
     """Rounds of which there were two records. Who saw nobody for a record's lifetime goes on alone,
     and where others did, too, one of the two chains is set aside.
     """
     return sum(len(seen) > 1 for stage in (0, 1) for seen in swarm.chain(stage).values())
 
 
-def _unequal(swarm: LocalSwarm, stage: int) -> list[str]:
+def _unequal(swarm: ProcessSwarm, stage: int) -> list[str]:
     """Whether the peers of a stage keep one chain, in which nothing counts that was not learnt."""
     flaws: list[str] = []
     kept: dict[int, dict[str, RoundRecord]] = {}
@@ -229,7 +229,7 @@ def _unequal(swarm: LocalSwarm, stage: int) -> list[str]:
     return flaws if chain else [f"stage {stage}: nobody keeps a record"]
 
 
-def _not_replayed(swarm: LocalSwarm, stage: int) -> list[str]:
+def _not_replayed(swarm: ProcessSwarm, stage: int) -> list[str]:
     """Whether another process finds the anchors from kept records. A peer that has taken a state of
     others may have no record after it: then the next one is asked, and at last the archive.
     """

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.swarm.harness import LocalSwarm, memory_folder
+from tests.swarm.harness import ProcessSwarm, memory_folder
 from tests.swarm.links import Links, available
 from tests.swarm.small_run import run_manifest
 
-StartSwarm = Callable[..., LocalSwarm]
+StartSwarm = Callable[..., ProcessSwarm]
 
 FAILED = pytest.StashKey[bool]()
 
@@ -36,19 +36,19 @@ def start_swarm(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Star
     none the test is skipped. `in_memory`: all its files are there, not on this machine's disk.
     """
 
-    def tell(swarm: LocalSwarm) -> None:
+    def tell(swarm: ProcessSwarm) -> None:
         if request.node.stash.get(FAILED, False):
             print(swarm.tails())
 
     def start(
         *, links: Links | None = None, in_memory: bool = False, **sections: Any
-    ) -> LocalSwarm:
+    ) -> ProcessSwarm:
         if links is not None:
             if reason := available():
                 pytest.skip(reason)
             places.enter_context(links)
         folder = places.enter_context(memory_folder()) if in_memory else tmp_path
-        swarm = LocalSwarm(folder, run_manifest(**sections), links=links)
+        swarm = ProcessSwarm(folder, run_manifest(**sections), links=links)
         places.callback(tell, swarm)
         return places.enter_context(swarm)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from dilocox.compression.stage_codec import StageCodec
 from dilocox.peer.rounds.record import RoundRecord
-from tests.swarm.harness import LocalSwarm, memory_folder
+from tests.swarm.harness import ProcessSwarm, memory_folder
 from tests.swarm.links import Links
 from tests.swarm.small_run import MODEL, fixed_steps, run_manifest
 
@@ -108,7 +108,7 @@ class Costs:
 class Meter:
     """Reads again and again what the links and the averaging processes have sent."""
 
-    def __init__(self, swarm: LocalSwarm, links: Links):
+    def __init__(self, swarm: ProcessSwarm, links: Links):
         self._links = links
         self._hosts = [swarm.host(peer) for peer in swarm.peers]
         self._averagers = [peer.averager() for peer in swarm.peers]
@@ -156,7 +156,7 @@ def measure(
     with (
         memory_folder() as folder,
         Links(peers + 1, mbit=mbit, delay_ms=delay_ms) as links,
-        LocalSwarm(folder, manifest, links=links) as swarm,
+        ProcessSwarm(folder, manifest, links=links) as swarm,
     ):
         for _ in range(peers):
             swarm.add_peer(step_s=step_s)
@@ -165,7 +165,9 @@ def measure(
         return _costs(swarm, meter, numbers, mbit * 1e6 / 8)
 
 
-def _watch(swarm: LocalSwarm, links: Links, count: int, round_s: float) -> tuple[Meter, list[int]]:
+def _watch(
+    swarm: ProcessSwarm, links: Links, count: int, round_s: float
+) -> tuple[Meter, list[int]]:
     """Meter so many rounds that hold all peers, and one more, where the last one ends."""
     everybody = swarm.peers
     first = swarm.wait_until_all_train(START_LIMIT_S)
@@ -182,7 +184,7 @@ def _watch(swarm: LocalSwarm, links: Links, count: int, round_s: float) -> tuple
     return meter, whole()[: count + 1]
 
 
-def _costs(swarm: LocalSwarm, meter: Meter, numbers: list[int], bytes_per_s: float) -> Costs:
+def _costs(swarm: ProcessSwarm, meter: Meter, numbers: list[int], bytes_per_s: float) -> Costs:
     log, codec = swarm.round_log(swarm.peers[0]), swarm.stage_codec(0)
     spans = {number: _span(swarm, number) for number in numbers}
     payloads, streams, bursts, sent = list[int](), list[int](), list[int](), list[int]()
@@ -218,7 +220,7 @@ def _costs(swarm: LocalSwarm, meter: Meter, numbers: list[int], bytes_per_s: flo
     )
 
 
-def _written_beside(swarm: LocalSwarm, number: int) -> int:
+def _written_beside(swarm: ProcessSwarm, number: int) -> int:
     """What an averaging process writes of a round to no peer.
 
     The record and its certificate, once to the log and once to the main process, and its vote.
@@ -228,7 +230,7 @@ def _written_beside(swarm: LocalSwarm, number: int) -> int:
     return 2 * twice + sum(path.stat().st_size for path in folder.glob(f"{number:08d}-*.vote"))
 
 
-def _span(swarm: LocalSwarm, number: int) -> tuple[float, float]:
+def _span(swarm: ProcessSwarm, number: int) -> tuple[float, float]:
     """From before the first peer's exchange of a round to after the last one's."""
     lines = [line for peer in swarm.peers if (line := peer.record(number)) is not None]
     starts = [line["time"] - (line["exchange_s"] or 0.0) for line in lines]

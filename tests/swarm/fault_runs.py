@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.swarm import links, verdict
 from tests.swarm.campaign import KINDS, Campaign, Fault, draw
-from tests.swarm.harness import LocalSwarm
+from tests.swarm.harness import ProcessSwarm
 from tests.swarm.small_run import MODEL, fixed_steps, run_manifest
 
 WITHOUT_SPARES = (0, 0, 1, 1, 2, 2)
@@ -54,7 +54,7 @@ def hurt(
         lab = None
         if any(fault.kind == "cut" for fault in faults):
             lab = stack.enter_context(links.Links(len(stages) + 1, mbit=1000.0))
-        swarm = stack.enter_context(LocalSwarm(folder, manifest(max(stages) + 1), links=lab))
+        swarm = stack.enter_context(ProcessSwarm(folder, manifest(max(stages) + 1), links=lab))
         for stage in stages:
             swarm.add_peer("--log-level", "debug", stage=stage, shown_s=PIECE_S)
         campaign = Campaign(swarm, count=replicas, seed=seed, tell=tell)
@@ -69,7 +69,7 @@ def hurt(
 
 def unhurt(folder: Path, tokens: int) -> list[tuple[int, float]]:
     """The losses by tokens of the same run without faults, up to so many tokens at least."""
-    with LocalSwarm(folder, manifest(max(WITHOUT_SPARES) + 1)) as swarm:
+    with ProcessSwarm(folder, manifest(max(WITHOUT_SPARES) + 1)) as swarm:
         for stage in WITHOUT_SPARES:
             swarm.add_peer("--log-level", "debug", stage=stage, shown_s=PIECE_S)
         swarm.wait(

@@ -156,7 +156,7 @@ class Replica:
         return all(each and each.steps and each.steps[-1] > since for each in shown)
 
 
-class LocalSwarm:
+class ProcessSwarm:
     """A bootstrap and its peers; a context that prints their logs if it fails, and ends them.
 
     `links`: hosts to run on instead of this machine's loopback, host 0 for the bootstrap, the next
@@ -453,7 +453,7 @@ class LocalSwarm:
         return "; ".join(told)
 
     # ---- ending ----------------------------------------------------------------------------------
-    def __enter__(self) -> LocalSwarm:
+    def __enter__(self) -> ProcessSwarm:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -6,13 +6,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from tests.swarm.harness import LocalSwarm, Peer
+from tests.swarm.harness import Peer, ProcessSwarm
 
 AIM_LIMIT_S, TELL_LIMIT_S = 120.0, 15.0
 BACK_LIMIT_S = 150.0
 
 
-def halt(swarm: LocalSwarm, victim: Peer, point: str) -> int:
+def halt(swarm: ProcessSwarm, victim: Peer, point: str) -> int:
     """Let the victim halt at this point of the next exchange that comes to it; its round."""
     armed = victim.halt
     assert armed is not None
@@ -31,7 +31,7 @@ def halt(swarm: LocalSwarm, victim: Peer, point: str) -> int:
 
 
 def others_decide(
-    swarm: LocalSwarm, victim: Peer, number: int, hit_at: float
+    swarm: ProcessSwarm, victim: Peer, number: int, hit_at: float
 ) -> list[dict[str, Any]]:
     """The others end the round the same way within twice the limits, and commit the next ones.
 
@@ -59,7 +59,7 @@ def others_decide(
     return ends
 
 
-def comes_back(swarm: LocalSwarm, victim: Peer, after_round: int) -> None:
+def comes_back(swarm: ProcessSwarm, victim: Peer, after_round: int) -> None:
     """The victim's progress enters a record again, on the chain of the others."""
     began = time.time()
     line = swarm.wait_for_counted(victim, after_round=after_round, limit_s=BACK_LIMIT_S)
@@ -68,6 +68,6 @@ def comes_back(swarm: LocalSwarm, victim: Peer, after_round: int) -> None:
     swarm.assert_equal_chains()
 
 
-def newest_round(swarm: LocalSwarm) -> int:
+def newest_round(swarm: ProcessSwarm) -> int:
     """The newest record that any peer reported."""
     return max(swarm.chain())

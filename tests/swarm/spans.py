@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from tests.swarm.harness import LocalSwarm, Peer
+from tests.swarm.harness import Peer, ProcessSwarm
 
 START_LIMIT_S = 240.0
 PAUSE_STEPS = 2.0  # so many inner steps without the end of one are a pause
@@ -79,7 +79,7 @@ class Span:
         return "\n".join([*lines, *map(str, self.accounts)])
 
 
-def watch_rounds(swarm: LocalSwarm, count: int, *, limit_s: float) -> Span:
+def watch_rounds(swarm: ProcessSwarm, count: int, *, limit_s: float) -> Span:
     """Wait until every peer has sent so many rounds that began when all of them trained, and knows
     what became of them.
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.swarm.conftest import StartSwarm
-from tests.swarm.harness import LocalSwarm, Peer
+from tests.swarm.harness import Peer, ProcessSwarm
 from tests.swarm.outcomes import newest_round
 from tests.swarm.small_run import fixed_steps
 from tests.swarm.test_operate import operate
@@ -18,7 +18,7 @@ INNER_STEPS, STEP_S = 40, 0.05
 END_LIMIT_S, TOGETHER_LIMIT_S = 60.0, 120.0
 
 
-def ends_unadmitted(swarm: LocalSwarm, peer: Peer) -> None:
+def ends_unadmitted(swarm: ProcessSwarm, peer: Peer) -> None:
     """It ends by itself, and tells its volunteer what to ask for."""
     began = time.monotonic()
     swarm.wait(lambda: peer.child.returncode is not None, END_LIMIT_S, f"{peer.name} has ended")
@@ -27,7 +27,7 @@ def ends_unadmitted(swarm: LocalSwarm, peer: Peer) -> None:
     assert f"ask for `dilocox operate admit {peer.peer_id}`" in peer.log_text()
 
 
-def members_since(swarm: LocalSwarm, peer: Peer, round_number: int) -> list[set[str]]:
+def members_since(swarm: ProcessSwarm, peer: Peer, round_number: int) -> list[set[str]]:
     """Whom the records that a peer keeps name, of the rounds after one."""
     headers = [entry.header() for entry in swarm.round_log(peer).entries()]
     return [
@@ -37,7 +37,7 @@ def members_since(swarm: LocalSwarm, peer: Peer, round_number: int) -> list[set[
     ]
 
 
-def wait_for_a_record_of(swarm: LocalSwarm, *wanted: Peer) -> None:
+def wait_for_a_record_of(swarm: ProcessSwarm, *wanted: Peer) -> None:
     """Wait for a new record whose members are these and nobody else."""
     began, before = time.monotonic(), max(swarm.chain(), default=-1)
     names = {peer.peer_id for peer in wanted}

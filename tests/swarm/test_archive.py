@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.swarm.conftest import StartSwarm
-from tests.swarm.harness import LocalSwarm
+from tests.swarm.harness import ProcessSwarm
 from tests.swarm.processes import family
 
 STEP_S = 0.05
@@ -70,13 +70,13 @@ def test_a_stage_that_loses_all_its_peers_goes_on_from_what_the_bootstrap_keeps(
     assert len(set(index["weight_map"].values())) == 2
 
 
-def kept_states(swarm: LocalSwarm, stage: int) -> bool:
+def kept_states(swarm: ProcessSwarm, stage: int) -> bool:
     """Whether a proved state is all that the bootstrap keeps of a stage."""
     found = list(swarm.folder.glob(f"bootstrap/*-archive-*/stage{stage}/[0-9]*[0-9]"))
     return bool(found) and all((folder / "state").exists() for folder in found)
 
 
-def memory(swarm: LocalSwarm) -> dict[str, int]:
+def memory(swarm: ProcessSwarm) -> dict[str, int]:
     """Bytes of each process of the bootstrap: its proportional set size."""
     told: dict[str, int] = {}
     for process in family(f"{swarm.tag}.bootstrap"):

@@ -18,7 +18,7 @@ import pytest
 
 from dilocox.peer.rounds.record import RoundRecord
 from tests.swarm.conftest import StartSwarm
-from tests.swarm.harness import LocalSwarm, Peer
+from tests.swarm.harness import Peer, ProcessSwarm
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(400)]
 
@@ -54,7 +54,7 @@ def test_the_same_of_two_stages_whose_replicas_dissolved_and_formed_anew(
 
 
 def _comes_and_goes(
-    swarm: LocalSwarm, *, victim: Peer, leaver: Peer, going_on: Sequence[Peer]
+    swarm: ProcessSwarm, *, victim: Peer, leaver: Peer, going_on: Sequence[Peer]
 ) -> Peer:
     """One is killed, then another one comes to its stage, then one leaves; who came."""
     swarm.wait_for_rounds(2, ROUNDS_LIMIT_S)
@@ -71,7 +71,7 @@ def _comes_and_goes(
 
 
 def _check(
-    swarm: LocalSwarm, asked: Logged, *, keepers: Sequence[Peer], left: Sequence[Peer]
+    swarm: ProcessSwarm, asked: Logged, *, keepers: Sequence[Peer], left: Sequence[Peer]
 ) -> None:
     """keepers: of each stage one that kept its whole log. left: who ended in good order."""
     swarm.look()
@@ -111,7 +111,7 @@ def _committed(peer: Peer, rounds: Mapping[int, RoundRecord]) -> int:
     return late + sum(tokens for number, tokens in known.items() if number in rounds)
 
 
-def _log(swarm: LocalSwarm, source: str) -> dict[int, dict[str, Any]]:
+def _log(swarm: ProcessSwarm, source: str) -> dict[int, dict[str, Any]]:
     """What `dilocox log` says, by stage."""
     file = swarm.folder / "log.json"
     swarm.run_command("log", source, "--json", str(file), "--host", "127.0.0.1", limit_s=60)

@@ -20,7 +20,7 @@ from dilocox.dht.manifest import Manifest
 from dilocox.peer.commands.demo import demo_manifest
 from dilocox.peer.options import DemoOptions
 from dilocox.peer.training.data import held_out_windows
-from tests.swarm.harness import LocalSwarm
+from tests.swarm.harness import ProcessSwarm
 
 pytestmark = pytest.mark.swarm
 
@@ -135,7 +135,7 @@ def curve(folder: Path, *, stages: int) -> tuple[list[int], list[float]]:
         )
     )
     manifest["data"] |= {"parts": REPLICAS}
-    with LocalSwarm(folder, manifest) as swarm:
+    with ProcessSwarm(folder, manifest) as swarm:
         peers = [swarm.add_peer(stage=n % stages) for n in range(REPLICAS * stages)]
         heads = [peer for peer in peers if peer.stage == 0]
         swarm.wait_for_rounds(ROUNDS, LIMIT_S, of=heads)

@@ -14,7 +14,7 @@ import pytest
 
 from tests.docker.prometheus import free_ports
 from tests.peer.commands import Command
-from tests.swarm.harness import LocalSwarm
+from tests.swarm.harness import ProcessSwarm
 from tests.swarm.monitors import start_bootstrap
 from tests.swarm.nat import Homes, available
 from tests.swarm.small_run import run_manifest
@@ -78,7 +78,7 @@ def test_the_doctor_names_the_stage_that_lacks_a_peer_and_what_is_wrong(
 def test_the_doctor_knows_whether_a_router_lets_others_in(tmp_path: Path) -> None:
     if reason := available():
         pytest.skip(reason)
-    with Homes("ph") as net, LocalSwarm(tmp_path, run_manifest(), links=net) as swarm:
+    with Homes("ph") as net, ProcessSwarm(tmp_path, run_manifest(), links=net) as swarm:
         closed = _at_home(net, swarm, "--port", str(MAPPED_PORT))
         assert closed["reachable"]["status"] == "warning"
         assert "would only dial out" in closed["reachable"]["text"]
@@ -90,7 +90,7 @@ def test_the_doctor_knows_whether_a_router_lets_others_in(tmp_path: Path) -> Non
         assert f"/ip4/{net.seen_at(1)}/tcp/{MAPPED_PORT}" in mapped["reachable"]["text"]
 
 
-def _at_home(net: Homes, swarm: LocalSwarm, *options: str) -> dict[str, dict[str, Any]]:
+def _at_home(net: Homes, swarm: ProcessSwarm, *options: str) -> dict[str, dict[str, Any]]:
     """The checks by name, of a doctor behind the router, which must end well."""
     doctor = [sys.executable, "-m", "dilocox", "doctor", swarm.invite, "--json", "-"]
     place = ["--state", str(swarm.folder / "new"), "--threads", "1", "--device", "cpu"]

@@ -11,7 +11,7 @@ import pytest
 
 from tests.swarm import disks
 from tests.swarm.conftest import StartSwarm
-from tests.swarm.harness import LocalSwarm
+from tests.swarm.harness import ProcessSwarm
 from tests.swarm.outcomes import comes_back, halt, newest_round, others_decide
 from tests.swarm.processes import send_signal
 from tests.swarm.small_run import fixed_steps
@@ -25,7 +25,7 @@ DISK_BYTES = 48 << 20  # a snapshot has 5 MB
 POINTS = ("between phases", "decoding", "appending")
 
 
-def swarm_of_three(start_swarm: StartSwarm) -> LocalSwarm:
+def swarm_of_three(start_swarm: StartSwarm) -> ProcessSwarm:
     """Three peers in low rank that have committed together; the last one can be halted."""
     swarm = start_swarm(
         codec={"scheme": "low_rank", "rank": 6, "min_rank": 2},
@@ -39,7 +39,7 @@ def swarm_of_three(start_swarm: StartSwarm) -> LocalSwarm:
     return swarm
 
 
-def wait_for_common_round(swarm: LocalSwarm) -> None:
+def wait_for_common_round(swarm: ProcessSwarm) -> None:
     """Wait for a new record that holds all three, so that each is in the group of the next."""
     swarm.look()
     known = set(swarm.chain())

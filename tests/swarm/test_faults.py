@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.swarm.conftest import StartSwarm
-from tests.swarm.harness import LocalSwarm, Peer
+from tests.swarm.harness import Peer, ProcessSwarm
 from tests.swarm.outcomes import comes_back, newest_round, others_decide
 from tests.swarm.processes import send_signal
 from tests.swarm.small_run import fixed_steps
@@ -25,7 +25,7 @@ AIM_LIMIT_S = 120.0
 STOPPED_S = 60.0  # three times the limit for detecting a frozen peer
 
 
-def swarm_of_three(start_swarm: StartSwarm) -> LocalSwarm:
+def swarm_of_three(start_swarm: StartSwarm) -> ProcessSwarm:
     """Three peers with slow uploads that have committed together."""
     swarm = start_swarm(
         codec={"bits": 16},
@@ -39,7 +39,7 @@ def swarm_of_three(start_swarm: StartSwarm) -> LocalSwarm:
     return swarm
 
 
-def wait_for_mid_exchange(swarm: LocalSwarm, victim: Peer) -> int:
+def wait_for_mid_exchange(swarm: ProcessSwarm, victim: Peer) -> int:
     """Wait until all peers have sent a third of their bytes of a round; the round."""
     averagers = [peer.averager() for peer in swarm.peers]
     before: dict[int, list[int]] = {}
@@ -57,7 +57,7 @@ def wait_for_mid_exchange(swarm: LocalSwarm, victim: Peer) -> int:
     return swarm.wait(aimed, AIM_LIMIT_S, "an exchange of all three is in its middle")[0]
 
 
-def assert_in_the_middle(swarm: LocalSwarm, number: int) -> None:
+def assert_in_the_middle(swarm: ProcessSwarm, number: int) -> None:
     """Nobody has voted: the fault met the exchange itself."""
     voted = [peer.name for peer in swarm.peers if peer.voted(number)]
     assert not voted, f"round {number}: {voted} had voted before the fault"

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from tests.swarm.conftest import StartSwarm
-from tests.swarm.harness import LocalSwarm, Peer
+from tests.swarm.harness import Peer, ProcessSwarm
 from tests.swarm.outcomes import comes_back, halt, newest_round
 from tests.swarm.processes import send_signal
 from tests.swarm.small_run import fixed_steps
@@ -83,12 +83,12 @@ def test_twelve_peers_in_groups_of_four_agree_and_lose_a_reducer_at_the_cost_of_
     swarm.assert_equal_chains()
 
 
-def wait_for_all(swarm: LocalSwarm, limit_s: float) -> int:
+def wait_for_all(swarm: ProcessSwarm, limit_s: float) -> int:
     """The first round whose record holds all peers."""
     return swarm.wait(lambda: rounds_of_all(swarm, -1), limit_s, "a record of all")[0]
 
 
-def rounds_of_all(swarm: LocalSwarm, after: int) -> list[int]:
+def rounds_of_all(swarm: ProcessSwarm, after: int) -> list[int]:
     """The rounds after this one whose record holds all peers, as the last peer reports them."""
     last: Peer = swarm.peers[-1]
     return [

@@ -7,14 +7,14 @@ import time
 import pytest
 
 from tests.swarm.conftest import StartSwarm
-from tests.swarm.harness import LocalSwarm
+from tests.swarm.harness import ProcessSwarm
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 
 JOIN_LIMIT_S = 120.0
 
 
-def archive_begins_later(swarm: LocalSwarm) -> bool:
+def archive_begins_later(swarm: ProcessSwarm) -> bool:
     """Whether the archive of stage 0 has given up its first generation, of the initial weights."""
     (folder,) = (swarm.folder / "bootstrap").glob("*-archive-*/stage0")
     return not (folder / "00000000").exists()

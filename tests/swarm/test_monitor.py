@@ -11,7 +11,7 @@ from tests.dht.processes import wait_until
 from tests.peer.fabricated import losses_of
 from tests.swarm.browser import DARK, chromium, screenshot, show
 from tests.swarm.conftest import StartSwarm
-from tests.swarm.harness import LocalSwarm, Peer
+from tests.swarm.harness import Peer, ProcessSwarm
 from tests.swarm.monitors import WatchingMonitor, start_bootstrap
 
 STAGES = 2
@@ -163,7 +163,7 @@ def _losses(heads: list[Peer]) -> set[float]:
     return {round(loss, 4) for head in heads for loss in head.losses.values()}
 
 
-def _check_figures(monitor: WatchingMonitor, swarm: LocalSwarm) -> None:
+def _check_figures(monitor: WatchingMonitor, swarm: ProcessSwarm) -> None:
     """What the monitor has of the chains is what the peers reported, to the token."""
 
     def true() -> bool:
@@ -187,7 +187,7 @@ def _check_figures(monitor: WatchingMonitor, swarm: LocalSwarm) -> None:
     assert series["tokens_per_second"] > 0
 
 
-def _reported(swarm: LocalSwarm, last: list[int]) -> tuple[dict[str, int], list[int]]:
+def _reported(swarm: ProcessSwarm, last: list[int]) -> tuple[dict[str, int], list[int]]:
     """Tokens by peer, over the number of stages, and number of rounds by stage, up to these."""
     tokens: dict[str, int] = {}
     rounds: list[set[int]] = [set() for _ in last]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.swarm.harness import LocalSwarm
+from tests.swarm.harness import ProcessSwarm
 from tests.swarm.nat import Homes, available
 from tests.swarm.processes import Program
 from tests.swarm.small_run import MODEL, fixed_steps, run_manifest
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.swarm, pytest.mark.timeout(290)]
 
 
 @contextmanager
-def swarm_on(kinds: str, folder: Path, *bootstrap: str, stages: int) -> Iterator[LocalSwarm]:
+def swarm_on(kinds: str, folder: Path, *bootstrap: str, stages: int) -> Iterator[ProcessSwarm]:
     """A bootstrap on host 0 and room for peers on the others; see nat.py for their kinds."""
     if reason := available():
         pytest.skip(reason)
@@ -36,7 +36,7 @@ def swarm_on(kinds: str, folder: Path, *bootstrap: str, stages: int) -> Iterator
             net.map_port(0, BOOTSTRAP_PORT)
             address = f"/ip4/{net.seen_at(0)}/tcp/{BOOTSTRAP_PORT}"
             bootstrap = ("--port", str(BOOTSTRAP_PORT), "--announce", address, *bootstrap)
-        with LocalSwarm(folder, manifest, links=net, bootstrap=bootstrap) as swarm:
+        with ProcessSwarm(folder, manifest, links=net, bootstrap=bootstrap) as swarm:
             yield swarm
 
 

@@ -13,7 +13,7 @@ from dilocox.dht.manifest import PROTOCOL_VERSION
 from dilocox.peer.chain.store import Store, kept_run
 from dilocox.peer.os_process import start_process
 from tests.swarm.conftest import StartSwarm
-from tests.swarm.harness import LocalSwarm, Peer
+from tests.swarm.harness import Peer, ProcessSwarm
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 
@@ -23,13 +23,13 @@ OPERATE_LIMIT_S = 60.0
 TRAIN_LIMIT_S = 120.0
 
 
-def operate(swarm: LocalSwarm, *arguments: str) -> str:
+def operate(swarm: ProcessSwarm, *arguments: str) -> str:
     """Run `dilocox operate`; what it printed."""
     state = str(swarm.folder / "bootstrap")
     return swarm.run_command("operate", *arguments, "--state", state, limit_s=OPERATE_LIMIT_S)
 
 
-def edited(swarm: LocalSwarm, **sections: Any) -> str:
+def edited(swarm: ProcessSwarm, **sections: Any) -> str:
     """The path of the run.yaml with other values."""
     manifest = yaml.safe_load((swarm.folder / "run.yaml").read_text())
     for name, value in sections.items():
@@ -39,7 +39,7 @@ def edited(swarm: LocalSwarm, **sections: Any) -> str:
     return str(path)
 
 
-def verify_paused(swarm: LocalSwarm) -> None:
+def verify_paused(swarm: ProcessSwarm) -> None:
     """What a peer and the bootstrap keep can be replayed to their anchors.
 
     The run is paused for it, and stays so: the archive must not go on while it is read.
@@ -55,7 +55,7 @@ def newest(peers: list[Peer]) -> int:
     return max(peer.rounds[-1]["round"] for peer in peers)
 
 
-def pause_and_resume(swarm: LocalSwarm) -> None:
+def pause_and_resume(swarm: ProcessSwarm) -> None:
     """Nothing is committed while the run is paused, and all of it goes on."""
     began = time.time()
     operate(swarm, "pause")
@@ -84,7 +84,7 @@ def pause_and_resume(swarm: LocalSwarm) -> None:
     swarm.assert_equal_chains()
 
 
-def revise(swarm: LocalSwarm) -> None:
+def revise(swarm: ProcessSwarm) -> None:
     """Another outer learning rate: both go on with it, on one chain that can be replayed."""
     began, before = time.time(), newest(swarm.peers)
     starts = {peer.name: len(peer.of_kind("training")) for peer in swarm.peers}
@@ -105,7 +105,7 @@ def revise(swarm: LocalSwarm) -> None:
     assert rules == {0, 3}, "pause and resume are no new rules, the learning rate is"
 
 
-def records_under(swarm: LocalSwarm, peer: Peer, rules: int) -> dict[str, str]:
+def records_under(swarm: ProcessSwarm, peer: Peer, rules: int) -> dict[str, str]:
     """What a peer's log holds that was made under these rules: digest by the digest before it."""
     log = swarm.round_log(peer)
     headers = {entry.digest: entry.header() for entry in log.entries()}
@@ -116,13 +116,13 @@ def records_under(swarm: LocalSwarm, peer: Peer, rules: int) -> dict[str, str]:
     }
 
 
-def merged_under(swarm: LocalSwarm, peer: Peer, rules: int) -> list[dict[str, Any]]:
+def merged_under(swarm: ProcessSwarm, peer: Peer, rules: int) -> list[dict[str, Any]]:
     """The rounds made under these rules that a peer has merged into its anchor."""
     digests = set(records_under(swarm, peer, rules).values())
     return [line for line in peer.rounds if line["digest"] in digests]
 
 
-def roll_back(swarm: LocalSwarm) -> None:
+def roll_back(swarm: ProcessSwarm) -> None:
     """All go on from an earlier round, with equal digests, and not from what came after it."""
     began = time.time()
     target, left = swarm.peers[0].rounds[2], newest(swarm.peers)
@@ -150,7 +150,7 @@ def roll_back(swarm: LocalSwarm) -> None:
     verify_paused(swarm)
 
 
-def end(swarm: LocalSwarm) -> None:
+def end(swarm: ProcessSwarm) -> None:
     """All commit what they have, the bootstrap keeps it, and they leave with exit code 0."""
     began = time.time()
     for peer in swarm.peers:
@@ -161,7 +161,7 @@ def end(swarm: LocalSwarm) -> None:
     assert "is ended already" in operate(swarm, "end")
 
 
-def wait_until_all_have_left(swarm: LocalSwarm) -> None:
+def wait_until_all_have_left(swarm: ProcessSwarm) -> None:
     """All stages end with the same round, and hold all that their peers have learnt."""
     swarm.wait(
         lambda: all(peer.child.returncode is not None for peer in swarm.peers), 90, "all have left"
@@ -222,7 +222,7 @@ def test_a_pipeline_is_paused_turned_back_and_ended(start_swarm: StartSwarm) -> 
     end(swarm)
 
 
-def two_replicas(start_swarm: StartSwarm, **sections: Any) -> LocalSwarm:
+def two_replicas(start_swarm: StartSwarm, **sections: Any) -> ProcessSwarm:
     """Two stages of two peers each."""
     swarm = start_swarm(stages=2, rounds=ROUNDS, **sections)
     for stage in (0, 0, 1, 1):
@@ -230,7 +230,7 @@ def two_replicas(start_swarm: StartSwarm, **sections: Any) -> LocalSwarm:
     return swarm
 
 
-def assert_all_is_counted(swarm: LocalSwarm) -> None:
+def assert_all_is_counted(swarm: ProcessSwarm) -> None:
     """Every token that a peer trained on is in a record."""
     for peer in swarm.peers:
         counted = sum(line["tokens"] for line in peer.rounds if line["outcome"] == "counted")

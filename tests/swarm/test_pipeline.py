@@ -27,7 +27,7 @@ from dilocox.pipeline.stage import StageModule, build_stage
 from tests.pipeline.conftest import FAMILIES
 from tests.pipeline.whole_model import train_step
 from tests.swarm.conftest import StartSwarm
-from tests.swarm.harness import LocalSwarm, Peer
+from tests.swarm.harness import Peer, ProcessSwarm
 
 Weights = dict[str, Tensor]
 
@@ -90,7 +90,7 @@ def _steps(manifest: Manifest, peer: Peer) -> int:
     return tokens // manifest.batch.tokens_per_step
 
 
-def _anchors(swarm: LocalSwarm, peer: Peer) -> Iterator[Anchor]:
+def _anchors(swarm: ProcessSwarm, peer: Peer) -> Iterator[Anchor]:
     """A stage's anchors, made anew from its log, as far as they are compared."""
     manifest, stage = swarm.manifest, peer.stage
     log, codec = swarm.round_log(peer), swarm.stage_codec(stage)

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from tests.swarm.conftest import StartSwarm
-from tests.swarm.harness import LocalSwarm, Peer
+from tests.swarm.harness import Peer, ProcessSwarm
 from tests.swarm.replaying import Machine, replay_on
 from tests.swarm.small_run import fixed_steps
 
@@ -44,7 +44,7 @@ def test_30_rounds_with_changing_ranks_a_joiner_and_a_peer_that_returns_by_recor
 
 
 # ---- the swarm -----------------------------------------------------------------------------------
-def swarm_of_changing_ranks(start_swarm: StartSwarm) -> LocalSwarm:
+def swarm_of_changing_ranks(start_swarm: StartSwarm) -> ProcessSwarm:
     """Two peers; the first exchanges have far lower ranks than the energy asks for."""
     swarm = start_swarm(
         codec={"scheme": "low_rank", "rank": 2, "min_rank": 2, "energy": 0.95},
@@ -56,7 +56,9 @@ def swarm_of_changing_ranks(start_swarm: StartSwarm) -> LocalSwarm:
     return swarm
 
 
-def lived_through(swarm: LocalSwarm, *, joins_at: int, away: tuple[int, int], rounds: int) -> None:
+def lived_through(
+    swarm: ProcessSwarm, *, joins_at: int, away: tuple[int, int], rounds: int
+) -> None:
     """So many rounds of the chain; a joiner comes after one of them, a peer is away for others.
 
     joins_at, away, rounds: counted in records, which need not be of successive rounds.
@@ -84,13 +86,13 @@ def lived_through(swarm: LocalSwarm, *, joins_at: int, away: tuple[int, int], ro
     assert_ranks_changed(swarm, stays)
 
 
-def wait_for_records(swarm: LocalSwarm, count: int) -> None:
+def wait_for_records(swarm: ProcessSwarm, count: int) -> None:
     """Wait until the chain has so many records."""
     limit_s = START_LIMIT_S + count * ROUND_LIMIT_S
     swarm.wait(lambda: len(swarm.chain()) >= count, limit_s, f"{count} records")
 
 
-def wait_for_same_end(swarm: LocalSwarm) -> None:
+def wait_for_same_end(swarm: ProcessSwarm) -> None:
     """Let all peers leave; before, each must have merged what was the newest record just now."""
     last = max(swarm.chain())
     swarm.wait(
@@ -110,7 +112,7 @@ def assert_came_by_records(peer: Peer, rounds: list[int]) -> None:
     assert merged == sorted(merged), f"{peer.name} merged out of order: {merged}"
 
 
-def assert_ranks_changed(swarm: LocalSwarm, peer: Peer) -> None:
+def assert_ranks_changed(swarm: ProcessSwarm, peer: Peer) -> None:
     """Several records have other ranks than the one before, and they went where they had to."""
     headers = [entry.header() for entry in swarm.round_log(peer).entries()]
     ranks = [header.ranks for header in headers if header is not None]
@@ -121,7 +123,7 @@ def assert_ranks_changed(swarm: LocalSwarm, peer: Peer) -> None:
 
 
 def assert_replays_agree(
-    swarm: LocalSwarm, peers: list[Peer], machines: tuple[Machine, ...]
+    swarm: ProcessSwarm, peers: list[Peer], machines: tuple[Machine, ...]
 ) -> None:
     """Every peer's log makes the anchors that all reported, from round 0 and on every machine."""
     anchors = {number: sha for number, ((_, sha),) in _pairs(swarm).items()}
@@ -138,5 +140,5 @@ def assert_replays_agree(
         print(f"{peer.name}: {len(rounds)} records, replayed on {len(machines)} machines")
 
 
-def _pairs(swarm: LocalSwarm) -> dict[int, list[tuple[str, str]]]:
+def _pairs(swarm: ProcessSwarm) -> dict[int, list[tuple[str, str]]]:
     return {number: sorted(seen) for number, seen in swarm.chain().items()}

@@ -13,7 +13,7 @@ from benchmarks.real_size import model_of
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.memory_and_disk import available_bytes
 from dilocox.peer.process.prepare import StageNeeds
-from tests.swarm.harness import LocalSwarm, Peer
+from tests.swarm.harness import Peer, ProcessSwarm
 from tests.swarm.small_run import USUAL_DEADLINES, fixed_steps, run_manifest
 
 SIZES = (300e6, 250e6, 200e6, 150e6, 100e6)  # parameters, the largest that fits twice
@@ -44,7 +44,7 @@ def test_a_stage_of_real_size_commits_survives_a_kill_and_is_kept(tmp_path: Path
     fitting = [size for size in SIZES if needed_bytes(size) < available_bytes()]
     if not fitting:
         pytest.skip(f"this machine has no {needed_bytes(SIZES[-1]) / 1e9:.0f} GB of memory free")
-    with LocalSwarm(tmp_path, manifest_of(fitting[0])) as swarm:
+    with ProcessSwarm(tmp_path, manifest_of(fitting[0])) as swarm:
         numel = swarm.stage_codec(0).layout.numel
         print(f"{numel:,} parameters, needing {needed_bytes(fitting[0]) / 1e9:.1f} GB")
         period = "--snapshot-minutes", "1"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.swarm.conftest import StartSwarm
-from tests.swarm.harness import LocalSwarm
+from tests.swarm.harness import ProcessSwarm
 from tests.swarm.links import Links
 from tests.swarm.small_run import USUAL_DEADLINES, fixed_steps
 from tests.swarm.test_operate import operate
@@ -25,7 +25,7 @@ SETTLE_S, WATCH_S = 60.0, 120.0
 PAUSED = "the operator has paused the run"
 
 
-def read(swarm: LocalSwarm, links: Links) -> tuple[float, list[int], list[int]]:
+def read(swarm: ProcessSwarm, links: Links) -> tuple[float, list[int], list[int]]:
     """Now, and by peer: bytes that left its host, and those that its p2pd wrote."""
     sent = [links.counters(swarm.host(peer)).sent_bytes for peer in swarm.peers]
     return time.monotonic(), sent, [peer.p2pd().written_bytes for peer in swarm.peers]

@@ -12,7 +12,7 @@ import pytest
 from dilocox.dht.invite import Invite
 from dilocox.peer.state_folder import StateFolder
 from tests.swarm.conftest import StartSwarm
-from tests.swarm.harness import LocalSwarm, Peer
+from tests.swarm.harness import Peer, ProcessSwarm
 from tests.swarm.small_run import MODEL
 
 pytestmark = pytest.mark.swarm
@@ -75,7 +75,7 @@ def test_of_5_3_4_peers_9_train_one_moves_and_then_12_train(start_swarm: StartSw
     _assert_equal_chains(swarm)
 
 
-def _add_spare_head(swarm: LocalSwarm) -> Peer:
+def _add_spare_head(swarm: ProcessSwarm) -> Peer:
     """A peer that may choose its stage, and was of stage 0 when it was here the last time."""
     folder = StateFolder(swarm.folder / f"peer-{len(swarm.peers)}")
     folder.path.mkdir()
@@ -97,7 +97,7 @@ def _began(peer: Peer, stage: int) -> float:
     return next((line["time"] for line in lines if line["event"] == "training"), time.time())
 
 
-def _heads(swarm: LocalSwarm) -> list[Peer]:
+def _heads(swarm: ProcessSwarm) -> list[Peer]:
     """The peers that lead a replica whose members are in no other one."""
     heads = [peer for peer in swarm.of_stage(0) if peer.status.get("members")]
     members = [each for peer in heads for each in peer.status["members"]]
@@ -110,14 +110,14 @@ def _contributed(peer: Peer, since: float) -> bool:
     return any(line.get("outcome") == "counted" and line["time"] > since for line in lines)
 
 
-def _rounds(swarm: LocalSwarm, stage: int) -> dict[int, dict[str, Any]]:
+def _rounds(swarm: ProcessSwarm, stage: int) -> dict[int, dict[str, Any]]:
     """What peers reported of a stage's rounds, one report of each."""
     folders = swarm.folder.glob(f"peer-*/*-stage{stage}")
     lines = [line for folder in folders for line in _events(folder) if line["event"] == "round"]
     return {line["round"]: line for line in lines}
 
 
-def _assert_equal_chains(swarm: LocalSwarm) -> None:
+def _assert_equal_chains(swarm: ProcessSwarm) -> None:
     """As the swarm's own check, also for peers that were of several stages."""
     for stage in range(swarm.manifest.stages):
         known = _rounds(swarm, stage)
@@ -199,7 +199,9 @@ def test_a_run_that_lost_all_peers_of_a_stage_says_so_and_goes_on_with_the_next_
     swarm.assert_equal_chains()
 
 
-def _assert_nothing_was_lost(swarm: LocalSwarm, peers: list[Peer], before: dict[str, int]) -> None:
+def _assert_nothing_was_lost(
+    swarm: ProcessSwarm, peers: list[Peer], before: dict[str, int]
+) -> None:
     """All chains go on from the newest records; the model is as good as it was."""
     for peer in peers:
         known = _digests(swarm, peer.stage, max(before.values()))
@@ -220,10 +222,10 @@ def _assert_nothing_was_lost(swarm: LocalSwarm, peers: list[Peer], before: dict[
     assert max(later) < losses[min(number for number in losses if number >= 0)] < losses[-1]
 
 
-def _digests(swarm: LocalSwarm, stage: int, last: int) -> dict[int, str]:
+def _digests(swarm: ProcessSwarm, stage: int, last: int) -> dict[int, str]:
     """Of a stage's records up to a round."""
     return {n: line["digest"] for n, line in _rounds(swarm, stage).items() if n <= last}
 
 
-def _newest_round(swarm: LocalSwarm, peer: Peer) -> int:
+def _newest_round(swarm: ProcessSwarm, peer: Peer) -> int:
     return max(swarm.round_log(peer).rounds())

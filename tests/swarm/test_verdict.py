@@ -14,7 +14,7 @@ from dilocox.peer.rounds.vote_count import Vote
 from tests.swarm import verdict
 from tests.swarm.altered import Shown
 from tests.swarm.campaign import KINDS, PHASES, ROLES, Fault, Outcome, draw
-from tests.swarm.harness import LocalSwarm, Peer
+from tests.swarm.harness import Peer, ProcessSwarm
 
 OUTCOME = {
     "number": 1,
@@ -36,7 +36,7 @@ def outcome(**changes: Any) -> Outcome:
     return Outcome(**(OUTCOME | changes))
 
 
-def swarm_of(**faults: list[tuple[float, str]]) -> LocalSwarm:
+def swarm_of(**faults: list[tuple[float, str]]) -> ProcessSwarm:
     """Heads by peer id with the faults that they told: (time, peer)."""
     heads: list[Peer] = []
     for peer_id, told in faults.items():
@@ -53,7 +53,7 @@ def swarm_of(**faults: list[tuple[float, str]]) -> LocalSwarm:
         folder=Path("nowhere"),
         assert_equal_chains=lambda: None,
     )
-    return cast(LocalSwarm, swarm)
+    return cast(ProcessSwarm, swarm)
 
 
 def test_every_kind_role_and_phase_is_drawn_equally_often_and_nothing_twice() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.swarm.campaign import Outcome
-from tests.swarm.harness import LocalSwarm
+from tests.swarm.harness import ProcessSwarm
 
 ROOT = Path(__file__).resolve().parents[2]
 STOP_S = 10.0  # with a spare ready, training stands still for silence_s and so much longer
@@ -18,7 +18,7 @@ LOSS_SHARE = 0.03
 LAST_LOSSES = 3  # single ones differ by chance
 
 
-def flaws(swarm: LocalSwarm, outcomes: list[Outcome]) -> list[str]:
+def flaws(swarm: ProcessSwarm, outcomes: list[Outcome]) -> list[str]:
     """Everything in this campaign that must not be, one line each."""
     return [
         *_long_stops(swarm, outcomes),
@@ -30,7 +30,7 @@ def flaws(swarm: LocalSwarm, outcomes: list[Outcome]) -> list[str]:
     ]
 
 
-def summary(swarm: LocalSwarm, outcomes: list[Outcome]) -> str:
+def summary(swarm: ProcessSwarm, outcomes: list[Outcome]) -> str:
     """The figures, for people."""
     beside_spare = sum(each.spare for each in outcomes)
     missed = sum(each.landed != each.fault.phase for each in outcomes)
@@ -44,7 +44,7 @@ def summary(swarm: LocalSwarm, outcomes: list[Outcome]) -> str:
     )
 
 
-def _long_stops(swarm: LocalSwarm, outcomes: list[Outcome]) -> Iterator[str]:
+def _long_stops(swarm: ProcessSwarm, outcomes: list[Outcome]) -> Iterator[str]:
     limit_s = swarm.manifest.deadlines.silence_s + STOP_S
     for each in outcomes:
         if each.spare and (each.stop_s is None or each.stop_s > limit_s):
@@ -69,7 +69,7 @@ def longest_stop_s(outcomes: list[Outcome]) -> float | None:
     return max(stops) if stops else None
 
 
-def false_detections(swarm: LocalSwarm, outcomes: list[Outcome]) -> Iterator[str]:
+def false_detections(swarm: ProcessSwarm, outcomes: list[Outcome]) -> Iterator[str]:
     """Faults that heads told of peers which nobody had hurt.
 
     A head that was hurt itself (cut off or frozen) finds its members gone, and is right.
@@ -85,7 +85,7 @@ def false_detections(swarm: LocalSwarm, outcomes: list[Outcome]) -> Iterator[str
                 yield f"{head.name} told a false fault: {event}"
 
 
-def _needless_starts(swarm: LocalSwarm, outcomes: list[Outcome]) -> Iterator[str]:
+def _needless_starts(swarm: ProcessSwarm, outcomes: list[Outcome]) -> Iterator[str]:
     for peer in swarm.peers:
         ended = [
             each
@@ -97,14 +97,14 @@ def _needless_starts(swarm: LocalSwarm, outcomes: list[Outcome]) -> Iterator[str
             yield f"{peer.name} started {starts} times and was ended {len(ended)} times"
 
 
-def _unequal_chains(swarm: LocalSwarm) -> Iterator[str]:
+def _unequal_chains(swarm: ProcessSwarm) -> Iterator[str]:
     try:
         swarm.assert_equal_chains()
     except AssertionError as error:
         yield str(error)
 
 
-def _tracebacks(swarm: LocalSwarm) -> Iterator[str]:
+def _tracebacks(swarm: ProcessSwarm) -> Iterator[str]:
     """Of our code: hivemind has its own when a p2pd dies or an answer comes too late."""
     for log in sorted(swarm.folder.glob("*.log")):
         text = log.read_text(errors="replace")
@@ -113,7 +113,7 @@ def _tracebacks(swarm: LocalSwarm) -> Iterator[str]:
 
 
 # ---- loss ----------------------------------------------------------------------------------------
-def losses(swarm: LocalSwarm) -> list[tuple[int, float]]:
+def losses(swarm: ProcessSwarm) -> list[tuple[int, float]]:
     """(tokens behind the anchor, its validation loss) of every anchor that was evaluated."""
     heads = swarm.of_stage(0)
     tokens = {line["round"]: line["chain_tokens"] for peer in heads for line in peer.rounds}

@@ -1,11 +1,11 @@
 """`dilocox` whose passes take a given time, asleep for most of it, and that logs its inner steps.
 
-    python paced_passes.py FORWARD_S BACKWARD_S FILE peer INVITE ...
+    python paced_passes.py PASS_S FILE peer INVITE ...
 
-A forward lasts at least FORWARD_S, a backward BACKWARD_S (on the last stage both together), so that
-several stages share two cores without slowing each other and links are all that differs between two
-runs. To the peer it is time spent computing. Each inner step is a line in FILE: monotonic seconds,
-and all seconds spent computing so far. Nothing of the product knows of it.
+A forward and a backward last at least PASS_S together, so that several stages share two cores
+without slowing each other and links are all that differs between two runs. To the peer it is time
+spent computing. Each inner step is a line in FILE: monotonic seconds, and all seconds spent
+computing so far. Nothing of the product knows of it.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from dilocox.pipeline.stage_worker import (
     Stopwatch,
 )
 
+FORWARD_SHARE = 1 / 3  # of a forward and a backward together
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoggedStep:
@@ -39,6 +41,11 @@ class LoggedStep:
 
     at_s: float
     computing_s: float
+
+
+def paced_program(pass_s: float, file: Path) -> tuple[str, ...]:
+    """What python runs for a peer that is paced, and logs to the file."""
+    return __file__, str(pass_s), str(file)
 
 
 def logged_steps(file: Path) -> list[LoggedStep]:
@@ -63,8 +70,8 @@ class _PacedWatch(Stopwatch):
             time.sleep(max(0.0, end - time.monotonic()))
 
 
-def pace(forward_s: float, backward_s: float) -> None:
-    """Let all passes last at least so long."""
+def pace(pass_s: float) -> None:
+    """Let a forward and a backward last at least so long together."""
     fast_init = StagePasses.__init__
 
     def init(
@@ -84,10 +91,10 @@ def pace(forward_s: float, backward_s: float) -> None:
             document_end=document_end,
             logits_at_once=logits_at_once,
         )
-        backward_least_s = backward_s
-        if stage.is_last:  # its one pass does both, and counts as a backward
-            backward_least_s += forward_s
-        least_s = {self.forward_s: forward_s, self.backward_s: backward_least_s}
+        forward_s = FORWARD_SHARE * pass_s
+        # the one pass of the last stage does both, and counts as a backward
+        backward_s = pass_s if stage.is_last else pass_s - forward_s
+        least_s = {self.forward_s: forward_s, self.backward_s: backward_s}
         self.watch = _PacedWatch(self.watch, least_s)
 
     StagePasses.__init__ = init
@@ -108,13 +115,13 @@ def log_steps(file: Path) -> None:
 
 
 def main() -> None:
-    """Take the first three arguments away, pace and log, and go on as `dilocox`."""
+    """Take the first two arguments away, pace and log, and go on as `dilocox`."""
     # Who sleeps most of the time may go first. Niceness counts only within a session's group.
     with contextlib.suppress(OSError):
         Path("/proc/self/autogroup").write_text("-10")
-    forward_s, backward_s, file = sys.argv[1:4]
-    del sys.argv[1:4]
-    pace(float(forward_s), float(backward_s))
+    pass_s, file = sys.argv[1:3]
+    del sys.argv[1:3]
+    pace(float(pass_s))
     log_steps(Path(file))
     cli.main()
 

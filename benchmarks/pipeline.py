@@ -33,12 +33,10 @@ from typing import Any
 # the swarms of the tests; a script has only its own folder on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import paced_passes
 from benchmarks.codec_losses import LOSS_LIMITS, losses, model_description
-from benchmarks.paced_passes import LoggedStep, logged_steps
+from benchmarks.paced_passes import LoggedStep, logged_steps, paced_program
 from benchmarks.pipeline_plot import Drawing
 from benchmarks.report import Column, Report, parser
-from dilocox.peer.os_process import Child
 from tests.swarm.harness import ProcessSwarm
 from tests.swarm.links import Links, available
 from tests.swarm.small_run import run_manifest
@@ -47,7 +45,6 @@ START_LIMIT_S = 180.0
 STEP_LIMIT_S = 60.0
 LOOK_S = 1.0  # looking costs time of the processor
 WARM_UP_STEPS = 2
-FORWARD_SHARE = 1 / 3  # of a forward and a backward together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,24 +67,6 @@ class Speed:
     computing: list[float]
     """Share of the time, by stage."""
     tokens_per_s: float
-
-
-class PacedSwarm(ProcessSwarm):
-    """A swarm whose peers' passes last as long as they are told."""
-
-    def __init__(self, *arguments: Any, pass_s: float, **options: Any):
-        super().__init__(*arguments, **options)
-        self._pass_s = pass_s
-
-    def steps_file(self, stage: int) -> Path:
-        """Where the peer of this stage logs its inner steps."""
-        return self.folder / f"peer-{stage}-steps"
-
-    def _start_peer(self, name: str, options: tuple[str, ...], program: tuple[str, ...]) -> Child:
-        forward_s = self._pass_s * FORWARD_SHARE
-        times = (str(forward_s), str(self._pass_s - forward_s))
-        file = str(self.folder / f"{name}-steps")
-        return super()._start_peer(name, options, (paced_passes.__file__, *times, file))
 
 
 def run_description(arguments: argparse.Namespace, setting: Setting) -> dict[str, Any]:
@@ -121,11 +100,11 @@ def measure(arguments: argparse.Namespace, setting: Setting) -> Speed:
                 Links(hosts, mbit=arguments.mbit, delay_ms=arguments.delay_ms)
             )
         manifest = run_description(arguments, setting)
-        swarm = PacedSwarm(folder, manifest, links=links, pass_s=arguments.pass_s)
+        swarm = ProcessSwarm(folder, manifest, links=links)
         stack.callback(swarm.close)
-        for stage in range(arguments.stages):
-            swarm.add_peer(stage=stage)
-        files = [swarm.steps_file(stage) for stage in range(arguments.stages)]
+        files = [folder / f"stage-{stage}-steps" for stage in range(arguments.stages)]
+        for stage, file in enumerate(files):
+            swarm.add_peer(stage=stage, program=paced_program(arguments.pass_s, file))
         last = WARM_UP_STEPS + arguments.steps
         for count, limit_s in ((1, START_LIMIT_S), (last, last * STEP_LIMIT_S)):
             deadline = time.monotonic() + limit_s

@@ -21,19 +21,16 @@ from typing import Any
 
 import torch
 
-from benchmarks import paced_passes
-from benchmarks.paced_passes import logged_steps
+from benchmarks.paced_passes import logged_steps, pace, paced_program
 from dilocox.compression.stage_codec import StageCodec
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.os_process import Child
 from tests.swarm.exchange_costs import DEADLINES, WIDE_MODEL, Payload
-from tests.swarm.harness import Peer, ProcessSwarm, memory_folder
+from tests.swarm.harness import ProcessSwarm, memory_folder
 from tests.swarm.links import Links
 from tests.swarm.small_run import fixed_steps, run_manifest
 
 ROOT = Path(__file__).resolve().parents[1]
 START_LIMIT_S = 120.0
-FORWARD_SHARE = 1 / 3  # of a forward and a backward together
 DENSE4: dict[str, Any] = {"scheme": "dense", "bits": 4}
 DENSE2: dict[str, Any] = {"scheme": "dense", "bits": 2}
 LOW_RANK: dict[str, Any] = {"scheme": "low_rank", "rank": 16, "adaptive": False}
@@ -147,23 +144,6 @@ class Measured:
     voids: int
 
 
-class PacedSwarm(ProcessSwarm):
-    """Its peers' passes last as long as they are told, and every inner step is logged."""
-
-    def __init__(self, *arguments: Any, pass_s: float, **named: Any):
-        super().__init__(*arguments, **named)
-        self._pass_s = pass_s
-
-    def steps_file(self, peer: Peer) -> Path:
-        return self.folder / f"{peer.name}-steps"
-
-    def _start_peer(self, name: str, options: tuple[str, ...], program: tuple[str, ...]) -> Child:
-        forward_s = self._pass_s * FORWARD_SHARE
-        times = str(forward_s), str(self._pass_s - forward_s)
-        file = str(self.folder / f"{name}-steps")
-        return super()._start_peer(name, options, (paced_passes.__file__, *times, file))
-
-
 def measured_steps(setting: Setting) -> list[tuple[float, float]]:
     """Seconds of an inner step by stage, as the doctor measures them on this machine, and the share
     of a core that it takes of that time."""
@@ -177,8 +157,7 @@ def _measure_steps(setting: Setting) -> list[tuple[float, float]]:
     from dilocox.peer.commands import doctor_bench
     from dilocox.peer.process.prepare import StageNeeds
 
-    forward_s = setting.pass_s * FORWARD_SHARE
-    paced_passes.pace(forward_s, setting.pass_s - forward_s)
+    pace(setting.pass_s)
     torch.set_num_threads(1)
     manifest, found = setting.manifest, list[tuple[float, float]]()
     for stage in range(manifest.stages):
@@ -201,8 +180,7 @@ def measure(setting: Setting) -> Measured:
         ) as links,
     ):
         _favour(links)
-        swarm = PacedSwarm(folder, setting.description, links=links, pass_s=setting.pass_s)
-        with swarm:
+        with ProcessSwarm(folder, setting.description, links=links) as swarm:
             return _watched(swarm, setting)
 
 
@@ -213,10 +191,14 @@ def _favour(links: Links) -> None:
         Path(f"/proc/{links.relay}/autogroup").write_text("-15")
 
 
-def _watched(swarm: PacedSwarm, setting: Setting) -> Measured:
-    for _ in range(setting.replicas):
-        for stage in range(setting.stages):
-            swarm.add_peer(stage=stage)
+def _steps_file(swarm: ProcessSwarm, number: int) -> Path:
+    return swarm.folder / f"steps-{number}"
+
+
+def _watched(swarm: ProcessSwarm, setting: Setting) -> Measured:
+    for number in range(setting.replicas * setting.stages):
+        program = paced_program(setting.pass_s, _steps_file(swarm, number))
+        swarm.add_peer(stage=number % setting.stages, program=program)
     first = swarm.wait_until_all_train(START_LIMIT_S)
     last = first + setting.rounds
 
@@ -229,15 +211,15 @@ def _watched(swarm: PacedSwarm, setting: Setting) -> Measured:
     return _measured(swarm, range(first, last + 1))
 
 
-def _measured(swarm: PacedSwarm, numbers: range) -> Measured:
+def _measured(swarm: ProcessSwarm, numbers: range) -> Measured:
     heads = swarm.of_stage(0)
     offset = time.time() - time.monotonic()
     speeds, shares, lengths, steps = list[float](), list[float](), list[float](), list[float]()
-    for peer in swarm.peers:
+    for number, peer in enumerate(swarm.peers):
         sent = {event["round"]: event for event in peer.of_kind("sent")}
         known = [number for number in numbers if number in sent]
         began, end = (sent[number]["time"] for number in (known[0], known[-1]))
-        log = [s for s in logged_steps(swarm.steps_file(peer)) if s.at_s + offset <= end]
+        log = [s for s in logged_steps(_steps_file(swarm, number)) if s.at_s + offset <= end]
         before = [s for s in log if s.at_s + offset <= began][-1]
         shares.append((log[-1].computing_s - before.computing_s) / (end - began))
         if peer in heads:

@@ -203,6 +203,7 @@ class ProcessSwarm:
         lies: str = "",
         skew_s: float = 0.0,
         disk_bytes_per_s: float = 0.0,
+        program: tuple[str, ...] = (),
     ) -> Peer:
         """Start `dilocox peer`; see altered.py for what can be altered, one thing of these.
 
@@ -210,7 +211,7 @@ class ProcessSwarm:
         backwards take, which are seen from outside. halting: whether it can be made to halt at a
         point of an exchange. older: whether it reads no revision of the manifest but the first.
         lies: how it lies as a member, if it does. skew_s: how far its machine's clock is ahead.
-        disk_bytes_per_s: how slow its disk is.
+        disk_bytes_per_s: how slow its disk is. program: as `Peer` has it, in the place of all that.
         """
         name = peer_name(len(self.peers))
         # one after the other: those of real runs are half an hour apart
@@ -234,7 +235,8 @@ class ProcessSwarm:
             altered = ["slow_disk", disk_bytes_per_s, str(self.folder / f"{name}-syncs")]
         elif step_s:
             altered = ["paced", step_s]
-        program = (str(ALTERED), json.dumps(altered)) if altered else ()
+        if altered:
+            program = (str(ALTERED), json.dumps(altered))
         peer = Peer(
             name=name,
             state=self.folder / name,

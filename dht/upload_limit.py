@@ -20,14 +20,14 @@ class UploadLimit:
 
     Bytes of an exchange go first, and while one is under way hardly any others: a joiner that
     downloads a model through a thin link must not make the rounds of all others miss their
-    deadlines. What waits for the end of an exchange waits for HELD_BACK_S at most, or its asker
+    deadlines. What waits for the end of an exchange waits for `held_back_s` at most, or its asker
     would give up. On a link that an exchange has shown to be thin (`measured`) the others are paced
     between exchanges, too: p2pd and the kernel take megabytes at once, which would still drain
     through it when the next exchange begins.
     """
 
-    def __init__(self, bytes_per_s: float | None):
-        self._rate = bytes_per_s
+    def __init__(self, bytes_per_s: float | None, *, held_back_s: float = HELD_BACK_S):
+        self._rate, self._held_back_s = bytes_per_s, held_back_s
         self._others_rate: float | None = None
         self._free_at: dict[str, float] = defaultdict(float)  # by whose rate it is
         self._exchanges = 0  # under way
@@ -36,7 +36,7 @@ class UploadLimit:
     def measured(self, sent_bytes: int, seconds: float, *, limit_s: float) -> None:
         """A committed exchange sent so many bytes and took so long of the time that it may take."""
         thin = sent_bytes > 0 and seconds > THIN_SHARE * limit_s
-        slowest = CHUNK_BYTES / HELD_BACK_S  # an asker must hear of us before it gives up
+        slowest = CHUNK_BYTES / self._held_back_s  # an asker must hear of us before it gives up
         self._others_rate = max(sent_bytes / seconds / 2, slowest) if thin else None
 
     @contextmanager
@@ -55,7 +55,7 @@ class UploadLimit:
         """Wait until `count` more bytes may leave; who is not `first` waits for an idle link."""
         if self._exchanges and not first:
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), HELD_BACK_S)
+                await asyncio.wait_for(self._idle.wait(), self._held_back_s)
         if self._others_rate is not None and not first:
             await self._pace("others", count / self._others_rate)
         if self._rate is None:

@@ -41,8 +41,7 @@ from dilocox.dht.errors import EnvironmentFault, InvalidInput
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_PORT = 9400  # as in the image
-PORTS_TRIED = 20  # the default one and those after it
+DEFAULT_PORTS = range(9400, 9420)  # the first one as in the image
 REQUEST_LIMIT_S = 5.0  # from the connection to the end of the answer
 MAX_REQUESTS = 32  # at once; a browser opens six
 MAX_HEADER_BYTES = 16 * 1024
@@ -206,9 +205,9 @@ def served(
     *,
     answer: Answer | None = None,
     query: str = "",
-    default: int = DEFAULT_PORT,
+    ports: Sequence[int] = DEFAULT_PORTS,
 ) -> AbstractContextManager[object]:
-    """A server of these pages; none at port 0. Without a port, the default one or the next free.
+    """A server of these pages; none at port 0. Without a port, the first free one of `ports`.
 
     query: what whoever may use the page of `answer` appends to its address. Raises what
     `PageServer` does where a port was given.
@@ -216,14 +215,14 @@ def served(
     if port == 0:
         return nullcontext()
     server = None if port is None else PageServer(host, port, pages, answer=answer)
-    for free in range(default, default + PORTS_TRIED):
+    for free in ports:
         with suppress(EnvironmentFault):  # another peer's, as a rule
             server = server or PageServer(host, free, pages, answer=answer)
     if server is None:
-        logger.warning("no metrics: all ports from %d on are taken; see --metrics-port", default)
+        logger.warning("no metrics: all ports from %d on are taken; see --metrics-port", ports[0])
         return nullcontext()
-    if port is None and server.port != default:
-        logger.info("port %d is taken: port %d takes its place", default, server.port)
+    if port is None and server.port != ports[0]:
+        logger.info("port %d is taken: port %d takes its place", ports[0], server.port)
     at = f"http://{f'[{host}]' if ':' in host else host}:{server.port}"
     if answer is not None:
         logger.info("this peer's own page is %s/%s", at, query)

@@ -187,24 +187,24 @@ def gpu_memory(untried: Sequence[str]) -> Generator[None]:
         ) from error
 
 
-def available_bytes() -> int:
+def available_bytes(groups: Path = GROUPS_FOLDER) -> int:
     """Memory that processes here could still have: the machine's, or the container's if less."""
     machine = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             machine = int(line.split()[1]) * 1024
-    return int(min(machine, *(_left_in_group(*files) for files in _GROUPS)))
+    return int(min(machine, *(_left_in_group(*map(groups.joinpath, files)) for files in _GROUPS)))
 
 
-def _left_in_group(limit: str, used: str, details: str) -> float:
+def _left_in_group(limit: Path, used: Path, details: Path) -> float:
     """What a container's control group leaves; infinite where there is no limit, or no group.
 
     Files that were read and can be dropped count as used there, but are given back when needed.
     """
     try:
-        allowed = int((GROUPS_FOLDER / limit).read_text())
-        taken = int((GROUPS_FOLDER / used).read_text())
-        lines = (GROUPS_FOLDER / details).read_text().splitlines()
+        allowed = int(limit.read_text())
+        taken = int(used.read_text())
+        lines = details.read_text().splitlines()
     except (OSError, ValueError):  # a limit of "max" is none
         return math.inf
     facts = dict(line.split(maxsplit=1) for line in lines if " " in line)

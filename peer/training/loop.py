@@ -222,7 +222,7 @@ class Learner:
         """Whether this peer learnt something that no record holds yet."""
         return self._merge.tokens > 0 or bool(self._merge.fly)
 
-    def leave(self, *, ended: bool) -> None:
+    def leave(self, *, ended: bool, limit_s: float = LEAVE_LIMIT_S) -> None:
         """Finish or abandon the exchange in flight, and keep everything on disk.
 
         At the end of the run it is finished, and the bootstraps are given the time to keep the last
@@ -233,9 +233,9 @@ class Learner:
         self._coordinator.leave()
         if ended:
             self._wait_for_outcome(self._coordinator.outcome_limit_s, self._stop)
-        self._wait_for_outcome(LEAVE_LIMIT_S, threading.Event())
+        self._wait_for_outcome(limit_s, threading.Event())
         try:
-            self._wait_for_buffers(LEAVE_LIMIT_S)
+            self._wait_for_buffers(limit_s)
             self._save()
         except AveragerStuck as error:
             logger.warning("what was learnt since the last snapshot is lost: %s", error)
@@ -247,8 +247,8 @@ class Learner:
             self._wait_for_archive(max(deadlines.record_lifetime_s, deadlines.exchange_s), stop)
         elif stop.is_set() and self._coordinator.holds_alone:
             logger.info("handing the last record to the operator's archive")
-            limit_s = min(2 * deadlines.heartbeat_s, HAND_ON_LIMIT_S)
-            self._wait_for_archive(limit_s, threading.Event())
+            hand_on_s = min(2 * deadlines.heartbeat_s, HAND_ON_LIMIT_S)
+            self._wait_for_archive(hand_on_s, threading.Event())
 
     def _end_round(self, round_number: int, scheduled_at: float) -> None:
         """The send of this round; then, under `merge: none`, its record."""

@@ -51,11 +51,7 @@ def test_without_a_limit_nothing_waits() -> None:
     asyncio.run(asyncio.wait_for(send(UploadLimit(None), 10_000, first=False), 5.0))
 
 
-def test_while_an_exchange_is_under_way_others_wait_for_its_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(upload_limit, "HELD_BACK_S", 30.0)
-
+def test_while_an_exchange_is_under_way_others_wait_for_its_end() -> None:
     async def go() -> None:
         limit = UploadLimit(None)
         with limit.exchange():
@@ -70,14 +66,11 @@ def test_while_an_exchange_is_under_way_others_wait_for_its_end(
     asyncio.run(go())
 
 
-def test_what_waits_for_an_exchange_is_heard_of_before_its_asker_gives_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_waits_for_an_exchange_is_heard_of_before_its_asker_gives_up() -> None:
     assert upload_limit.HELD_BACK_S + 5.0 < rpc.STALL_S
-    monkeypatch.setattr(upload_limit, "HELD_BACK_S", 0.05)
 
     async def go() -> float:
-        limit, began = UploadLimit(None), time.monotonic()
+        limit, began = UploadLimit(None, held_back_s=0.05), time.monotonic()
         with limit.exchange():
             await send(limit, 3, first=False)
         return time.monotonic() - began

@@ -256,7 +256,7 @@ def test_a_second_peer_takes_the_next_free_port_and_says_which(
 ) -> None:
     with (
         caplog.at_level("INFO", logger="dilocox.peer.http_pages"),
-        http_pages.served(LOCAL, None, {}, default=taken_port) as server,
+        http_pages.served(LOCAL, None, {}, ports=range(taken_port, taken_port + 20)) as server,
     ):
         assert isinstance(server, PageServer) and server.port > taken_port
     assert caplog.messages == [
@@ -266,10 +266,9 @@ def test_a_second_peer_takes_the_next_free_port_and_says_which(
 
 
 def test_without_a_free_port_it_goes_on_and_says_so_once(
-    taken_port: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    taken_port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(http_pages, "PORTS_TRIED", 1)
-    with http_pages.served(LOCAL, None, {}, default=taken_port) as server:
+    with http_pages.served(LOCAL, None, {}, ports=(taken_port,)) as server:
         assert server is None
     (line,) = caplog.messages
     assert f"ports from {taken_port} on are taken" in line and "--metrics-port" in line

@@ -37,13 +37,10 @@ def test_a_leaver_waits_for_the_exchange_in_flight_and_keeps_all_on_disk(loop: L
     assert torch.equal(again.live, loop.live)
 
 
-def test_a_leaver_whose_exchange_is_not_decided_takes_it_up_after_its_return(
-    loop: Loop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loop_module, "LEAVE_LIMIT_S", 0.05)
+def test_a_leaver_whose_exchange_is_not_decided_takes_it_up_after_its_return(loop: Loop) -> None:
     end_round(loop, 2)
     (send,) = loop.model.merge.fly.values()
-    loop.learner.leave(ended=False)
+    loop.learner.leave(ended=False, limit_s=0.05)
     again = Loop(loop.folder)
     assert torch.equal(again.model.merge.fly[0].message, send.message)
     assert torch.equal(again.buffers.message, send.message)

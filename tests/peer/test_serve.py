@@ -375,9 +375,8 @@ class Endless:
 
 
 def test_who_asks_while_too_many_wait_is_told_to_come_again(
-    scripted: Callable[..., TextModel], monkeypatch: pytest.MonkeyPatch
+    scripted: Callable[..., TextModel],
 ) -> None:
-    monkeypatch.setattr(serving, "MAX_WAITING", 1)
     endless, answers = Endless(), list[int]()
     with served(scripted(endless)) as (_, server):
         first = threading.Thread(target=ask, args=(server, TEXT, {"prompt": "endless"}))
@@ -387,7 +386,7 @@ def test_who_asks_while_too_many_wait_is_told_to_come_again(
         def second() -> None:
             answers.append(ask(server, TEXT, {"prompt": "x"})[0])
 
-        waiting = [threading.Thread(target=second) for _ in range(2)]
+        waiting = [threading.Thread(target=second) for _ in range(1 + serving.MAX_WAITING)]
         for thread in waiting:
             thread.start()
         wait_until(lambda: answers == [429], 20)
@@ -397,7 +396,7 @@ def test_who_asks_while_too_many_wait_is_told_to_come_again(
         endless.go_on.set()
         for thread in (first, *waiting):
             thread.join(20)
-    assert sorted(answers) == [200, 429]
+    assert sorted(answers) == [200] * serving.MAX_WAITING + [429]
 
 
 def test_nobody_waits_longer_than_a_while(scripted: Callable[..., TextModel]) -> None:

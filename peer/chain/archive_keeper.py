@@ -336,11 +336,9 @@ class Archive:
         self._dht = dht
         self._swarm = swarm
         self._run = run
-        self._me = me
-        self._witness = witness
         self._manifest = manifest
-        self._folder = folder
         self._history = history
+        self._new_keeper = partial(Keeper, run, me, witness, folder=folder, history=history)
         self._keeper: Keeper | None = None
         self._start_at = self._look_at = self._looked_at = float("-inf")
         self._told: dict[int, tuple[ClaimRecord, float]] = {}  # by stage, and when
@@ -382,9 +380,7 @@ class Archive:
                 address = daemon_address(self._dht, START_LIMIT_S)
             except Exception as error:
                 raise EnvironmentFault(f"p2pd cannot be reached ({error!r})") from error
-            keeper = Keeper(
-                self._run, self._me, self._witness, self._manifest, self._folder, self._history
-            )
+            keeper = self._new_keeper(self._manifest)
             keeper.start(address)
             self._keeper = keeper
         heartbeat_s = self._manifest.deadlines.heartbeat_s

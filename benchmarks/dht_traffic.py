@@ -189,7 +189,7 @@ class Topic:
         return min(last - first, len(self.owners))
 
 
-class SimulatedSwarm:
+class SwarmTraffic:
     """Peers of several stages; `sent` are the bytes that each node put on its line."""
 
     def __init__(self, *, peers: int, stages: int, round_s: float, sizes: Sizes, seed: int = 0):
@@ -375,7 +375,7 @@ def modelled(report: Report, arguments: argparse.Namespace) -> None:
 def row(peers: int, stages: int, round_s: float, sizes: Sizes) -> tuple[float, ...]:
     """One line of the table."""
     seconds = max(3600.0, 2 * round_s)
-    swarm = SimulatedSwarm(peers=peers, stages=stages, round_s=round_s, sizes=sizes)
+    swarm = SwarmTraffic(peers=peers, stages=stages, round_s=round_s, sizes=sizes)
     swarm.run(seconds)
     rates = [sent / seconds for sent in swarm.sent]
     cadence = swarm.cadence

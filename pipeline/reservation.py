@@ -27,7 +27,7 @@ from pydantic import Field
 
 from dilocox.pipeline.frames import MAX_REPLICA, Codec, Count, Facts, Frame, FrameRefused, or_nan
 
-State = Literal["shut", "free", "reserved", "member"]
+ReservationState = Literal["shut", "free", "reserved", "member"]
 
 LEASE_S = 10.0  # how long a reservation holds if no assignment follows
 MAX_WINDOW = 65536
@@ -183,7 +183,7 @@ class Reservation:
             return self._taken not in ("", now)
 
     @property
-    def state(self) -> State:
+    def state(self) -> ReservationState:
         """What this peer is to others now."""
         with self._lock:
             return self._state()
@@ -298,7 +298,7 @@ class Reservation:
         kind = "no" if reason else "yes"
         return Frame(kind=kind, replica=frame.replica, epoch=frame.epoch, facts=facts)
 
-    def _state(self) -> State:
+    def _state(self) -> ReservationState:
         if self._assignment is not None:
             return "member"
         if self._hold is not None and self._clock() < self._hold[1]:

@@ -20,7 +20,7 @@ from dilocox.compression.stage_codec import MARGIN
 from dilocox.dht.addresses import Reachability
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.averaging.averager import Applied
-from dilocox.peer.chain.chain_client import ChainEnd, NoState, Reached, State
+from dilocox.peer.chain.chain_client import ChainEnd, NoState, Reached, TakenState
 from dilocox.peer.chain.store import Tip
 from dilocox.peer.rounds.group import (
     AttemptResult,
@@ -585,7 +585,7 @@ class SimulatedAverager:
         def take() -> None:
             self.log.chain = chain
             head = self.log.head()
-            state = State(
+            state = TakenState(
                 round=head.round,
                 digest=head.digest,
                 anchor_sha256=head.digest,

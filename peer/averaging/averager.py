@@ -66,9 +66,9 @@ from dilocox.peer.chain.chain_client import (
     ChainClient,
     ChainEnd,
     Reached,
-    State,
     StateFile,
     StateOffer,
+    TakenState,
 )
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.store import RECORDS_NEEDED
@@ -546,11 +546,11 @@ class StageAverager(PeerService, DecentralizedAverager):
             )
 
     @in_process
-    async def take_state(self, found: StateFile) -> State:
+    async def take_state(self, found: StateFile) -> TakenState:
         """Put a downloaded state into the buffers; the log goes on from it."""
         return await self.in_pool(self._take_state, found)
 
-    def _take_state(self, found: StateFile) -> State:
+    def _take_state(self, found: StateFile) -> TakenState:
         state = found.load(self._buffers.anchor, self._buffers.momentum)
         self.log.start_from(state.record, state.certificate)
         return state

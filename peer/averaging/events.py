@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from dilocox.peer.chain.chain_client import CountedRounds, State
+from dilocox.peer.chain.chain_client import CountedRounds, TakenState
 from dilocox.peer.rounds.record import RoundRecord
 
 
@@ -44,7 +44,7 @@ class Voided(Event):
 class Resynced(Event):
     """A state was taken from a peer: it is the anchor and momentum now."""
 
-    state: State
+    state: TakenState
     fork_round: int | None  # our records after this one are void; None where we were only behind
     told: CountedRounds | None = None  # up to the state, if headers said so
 

@@ -31,8 +31,8 @@ from dilocox.peer.chain.chain_client import (
     CountedRounds,
     NoState,
     Reached,
-    State,
     StateFile,
+    TakenState,
 )
 from dilocox.peer.chain.fork_choice import ClaimBook, Trust, holders
 from dilocox.peer.os_process import counted
@@ -364,7 +364,7 @@ class ChainFollower:
             self._averager.take_state(found), lambda state: self._took_state(state, needed)
         )
 
-    def _took_state(self, state: State, needed: _StateNeeded) -> None:
+    def _took_state(self, state: TakenState, needed: _StateNeeded) -> None:
         told = None if self._told is None else self._told.up_to(state.digest)
         event = Resynced(state=state, fork_round=needed.fork_round, told=told)
         self._state_needed = None

@@ -124,7 +124,7 @@ class Reached:
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
+class TakenState:
     """A downloaded anchor and momentum that were put in place."""
 
     round: int
@@ -168,12 +168,12 @@ class StateFile:
     offer: StateOffer
     file: Path
 
-    def load(self, anchor: Tensor, momentum: Tensor) -> State:
+    def load(self, anchor: Tensor, momentum: Tensor) -> TakenState:
         """Put it into these vectors, [numel] fp32 each; the file goes."""
         offer = self.offer
         load_state(self.file, anchor, momentum)
         self.file.unlink()
-        return State(
+        return TakenState(
             round=offer.round,
             digest=offer.digest,
             anchor_sha256=anchor_sha256(anchor),

@@ -24,11 +24,11 @@ from dilocox.peer.chain.stated import finite
 from dilocox.peer.monitor.history import SwarmHistory
 from dilocox.peer.monitor.look import SwarmLook
 
-State = Literal["ended", "paused", "unreachable", "waiting", "blocked", "stalled", "training"]
+RunState = Literal["ended", "paused", "unreachable", "waiting", "blocked", "stalled", "training"]
 
-STATES: tuple[State, ...] = get_args(State)
-GOOD: tuple[State, ...] = ("ended", "paused", "training")
-IN_MOTION: tuple[State, ...] = ("stalled", "training")  # in all others no round can come
+STATES: tuple[RunState, ...] = get_args(RunState)
+GOOD: tuple[RunState, ...] = ("ended", "paused", "training")
+IN_MOTION: tuple[RunState, ...] = ("stalled", "training")  # in all others no round can come
 STALL_ROUNDS = 3.0  # so many usual rounds without a commit are a stall
 STALL_AT_LEAST_S = 60.0
 MAX_NAMED = 4  # stages that a sentence names
@@ -42,7 +42,7 @@ class Health:
     warns: whether the sentence tells of trouble beside the state.
     """
 
-    state: State
+    state: RunState
     sentence: str
     blocked: tuple[int, ...] = ()
     warns: bool = False

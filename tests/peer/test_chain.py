@@ -17,7 +17,7 @@ from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.averager import Applied
 from dilocox.peer.averaging.events import Committed, EventQueue, Resynced
 from dilocox.peer.averaging.follower import ChainFollower
-from dilocox.peer.chain.chain_client import ChainEnd, CountedRounds, NoState, Reached, State
+from dilocox.peer.chain.chain_client import ChainEnd, CountedRounds, NoState, Reached, TakenState
 from dilocox.peer.rounds.record import RecordRefused
 from tests.peer.clocks import TestClock
 from tests.peer.kept_chains import ChainMaker, manifest_of
@@ -242,7 +242,7 @@ def test_who_takes_a_state_to_save_bytes_hears_from_the_headers_what_became_of_i
     behind: Behind, digest: str
 ) -> None:
     told = CountedRounds(after=-1, named=frozenset({2, 4}), rounds={"9" * 64: 3, "d" * 64: 4})
-    state = State(
+    state = TakenState(
         round=3,
         digest=digest,
         anchor_sha256="a" * 64,

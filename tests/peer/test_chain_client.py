@@ -19,7 +19,7 @@ from dilocox.peer.chain.chain_client import (
     Limits,
     NoState,
     Reached,
-    State,
+    TakenState,
 )
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.store import RoundLog
@@ -57,7 +57,7 @@ class Joiner:
         walk = (of or self.chain()).catch_up(self.log, digest, limit_bytes=limit_bytes, **options)
         return asyncio.run(walk)
 
-    def taken(self, folder: Path) -> State:
+    def taken(self, folder: Path) -> TakenState:
         anchor, momentum = (torch.zeros(self.maker.layout.numel) for _ in range(2))
         found = asyncio.run(self.chain().state(PEER, folder, after_round=-1, on_chain=on_any_chain))
         return found.load(anchor, momentum)

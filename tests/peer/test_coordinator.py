@@ -18,7 +18,7 @@ from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.averager import Applied
 from dilocox.peer.averaging.coordinator import Coordinator, WorkerThread
 from dilocox.peer.averaging.events import Committed, Resynced
-from dilocox.peer.chain.chain_client import State
+from dilocox.peer.chain.chain_client import TakenState
 from dilocox.peer.rounds.record import SendFacts
 from tests.peer.clocks import TestClock
 from tests.peer.kept_chains import ChainMaker, manifest_of
@@ -105,10 +105,10 @@ class Sending:
         digest = self.donor.log.head().digest
         return answered(Applied(digest=digest, anchor_sha256="a" * 64, payload_bytes=1))
 
-    def _state(self) -> State:
+    def _state(self) -> TakenState:
         self.donor.train(OLDER)
         head = self.donor.log.head()
-        return State(
+        return TakenState(
             round=head.round,
             digest=head.digest,
             anchor_sha256="a" * 64,

@@ -15,7 +15,7 @@ import torch
 
 from dilocox.peer.averaging.events import Failed, Resynced, Voided
 from dilocox.peer.averaging.loop_status import LoopStatus
-from dilocox.peer.chain.chain_client import CountedRounds, State
+from dilocox.peer.chain.chain_client import CountedRounds, TakenState
 from dilocox.peer.training.snapshot_taking import Snapshots
 from dilocox.pipeline.messages import Stepped
 from dilocox.pipeline.stage_worker import StageWorker
@@ -413,7 +413,7 @@ def resynced(
     loop: Loop, number: int, fork_round: int | None, told: CountedRounds | None = None
 ) -> Resynced:
     loop.committed(number, 0.25)  # writes the state into the buffers that are not current
-    state = State(
+    state = TakenState(
         round=number,
         digest="5" * 64,
         anchor_sha256="a" * 64,

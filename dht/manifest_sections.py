@@ -18,15 +18,7 @@ from pydantic import Field, StrictBool
 from pydantic.dataclasses import dataclass
 
 from dilocox.dht.errors import InvalidInput
-from dilocox.dht.field_rules import (
-    CHECKED,
-    Digest,
-    DigestOrEmpty,
-    Integer,
-    Number,
-    Text,
-    shown,
-)
+from dilocox.dht.field_rules import CHECKED, Digest, DigestOrEmpty, Integer, Number, Text, shown
 from dilocox.dht.invite import PEER_ID
 
 ENDINGS: Mapping[str, tuple[str, ...]] = {

@@ -35,12 +35,7 @@ from dilocox.dht.files import make_folder, sync
 from dilocox.dht.records import ClaimRecord
 from dilocox.dht.rpc import REFUSED, Client, PeerBusy
 from dilocox.dht.swarm_view import SwarmView, that_count
-from dilocox.peer.chain.chain_client import (
-    ChainClient,
-    Compute,
-    NoState,
-    Reached,
-)
+from dilocox.peer.chain.chain_client import ChainClient, Compute, NoState, Reached
 from dilocox.peer.chain.fork_choice import ClaimBook, Trust, holders
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.replay import anchors_around, start_file

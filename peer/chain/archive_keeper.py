@@ -81,7 +81,6 @@ class ArchiveService(ServicerBase):
     async def rpc_get(
         self, request: runtime_pb2.ExpertRequest, context: P2PContext
     ) -> AsyncIterator[runtime_pb2.ExpertResponse]:
-
         def pace(want: dict[str, Any], found: Source) -> Callable[[int], Awaitable[None]]:
             async def before_chunk(count: int) -> None:
                 self._served[byte_kind(want["what"])] += count

@@ -19,13 +19,12 @@ from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.rpc import REFUSED, CallRefused, Client
 from dilocox.peer.chain.store import HEADER_BYTES
 from dilocox.peer.chain.summary import ChainRound
-from dilocox.peer.rounds.record import RecordRefused, digest_of, parse_header
+from dilocox.peer.rounds.record import MAX_PEER_ID, RecordRefused, digest_of, parse_header
 
 logger = logging.getLogger(__name__)
 
 WHOLE_BYTES = 4 << 20  # records up to this size are fetched whole from those who are not trusted
-MAX_NAME = 64
-MAX_TOKENS = 2**53
+MAX_COUNT = 2**53
 NONSENSE = (ArithmeticError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 """What parsing bytes may raise that anybody sent."""
 
@@ -84,7 +83,6 @@ class HeaderClient:
             ConnectionError, CallRefused, TimeoutError: what the last holder that failed did.
             EnvironmentFault: the deadline is over.
         """
-
         return await self._first(
             lambda peer: self._within(self._header(peer, digest), self._header_limit_s)
         )
@@ -185,11 +183,11 @@ def read_header(data: bytes, digest: str, run: str, stage: int) -> ChainRound:
         raise CallRefused(f"it is of run {header.run[:32]}, stage {header.stage}")
     numbers = [told.round, size, told.chain_tokens, told.next_inner_steps, told.tokens]
     numbers += [told.token_seconds, *dict(told.contributors).values()]
-    if not all(0 <= n <= MAX_TOKENS for n in numbers):
+    if not all(0 <= n <= MAX_COUNT for n in numbers):
         raise CallRefused("a record's numbers make no sense")
     # a name goes into status.json and onto a page
     names = [each.peer for each in header.members]
-    if any(len(name) > MAX_NAME or not name.isprintable() for name in names):
+    if any(len(name) > MAX_PEER_ID or not name.isprintable() for name in names):
         raise CallRefused("a member's name is none")
     return told
 

@@ -20,12 +20,7 @@ from dilocox.dht.records import (
     stage_key,
 )
 from dilocox.dht.swarm import Swarm
-from dilocox.peer.chain.round_history import (
-    SHORT_DIGEST,
-    HistoryRow,
-    RoundHistory,
-    signed_page,
-)
+from dilocox.peer.chain.round_history import SHORT_DIGEST, HistoryRow, RoundHistory, signed_page
 from dilocox.peer.chain.stated import (
     MAX_HEARD,
     Spread,

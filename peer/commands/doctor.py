@@ -29,18 +29,8 @@ from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
 from dilocox.peer import memory_and_disk
 from dilocox.peer.commands import doctor_checks
-from dilocox.peer.commands.doctor_checks import (
-    BandwidthFacts,
-    fault,
-    libraries,
-    rounded,
-)
-from dilocox.peer.memory_and_disk import (
-    Check,
-    Status,
-    available_bytes,
-    disk_free,
-)
+from dilocox.peer.commands.doctor_checks import BandwidthFacts, fault, libraries, rounded
+from dilocox.peer.memory_and_disk import Check, Status, available_bytes, disk_free
 from dilocox.peer.options import DoctorOptions
 from dilocox.peer.os_process import STOPPED, StopSignal, wide_console, write_json
 from dilocox.peer.state_folder import StateFolder

@@ -20,14 +20,7 @@ from dilocox.dht.manifest import DataSpec, Manifest
 from dilocox.dht.manifest_sections import LONGEST, format_of
 from dilocox.peer.averaging.averager import StageBuffers
 from dilocox.peer.chain.snapshot_files import DAMAGED
-from dilocox.peer.memory_and_disk import (
-    Check,
-    DiskNeeds,
-    MemoryNeeds,
-    disk_check,
-    disk_free,
-    size,
-)
+from dilocox.peer.memory_and_disk import Check, DiskNeeds, MemoryNeeds, disk_check, disk_free, size
 from dilocox.peer.rounds.record import stage_codec
 from dilocox.peer.state_folder import ASIDE
 from dilocox.peer.training.activations import activation_bytes

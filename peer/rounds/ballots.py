@@ -150,7 +150,7 @@ class Ballot:
 
 
 class Ballots:
-    """Collects votes on one ballot; the decision follows from `vote.decide` alone."""
+    """Collects votes on one ballot; the decision follows from `decide` (vote_count.py) alone."""
 
     def __init__(
         self, *, identity: Identity, ballot: Ballot, save_vote: Callable[[int, int, bytes], None]

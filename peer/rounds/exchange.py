@@ -41,12 +41,7 @@ from torch import Tensor
 from dilocox.compression.group_quantization import NotEncodable, PayloadRefused
 from dilocox.compression.stage_codec import StageEncoder
 from dilocox.peer.rounds.ballots import Ballots
-from dilocox.peer.rounds.group import (
-    AttemptResult,
-    AttemptSetup,
-    Mean,
-    ShareRefused,
-)
+from dilocox.peer.rounds.group import AttemptResult, AttemptSetup, Mean, ShareRefused
 from dilocox.peer.rounds.group_calls import GroupCalls
 from dilocox.peer.rounds.live_group import LiveGroup
 from dilocox.peer.rounds.record import digest_of

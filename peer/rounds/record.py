@@ -115,7 +115,7 @@ def chosen_in(names: Sequence[str], bits: bytes) -> tuple[str, ...]:
 
 
 MAX_HEADER_BYTES = 1 << 20
-MAX_NAME = 64  # of a peer's id, which has 52 characters
+MAX_PEER_ID = 64  # characters of a peer's id; it has 52
 _MAX_NUMBER = 2**63 - 1
 _MAX_TIME_S = 123456.7891  # as long as any that a ticket may state, which has four decimals
 
@@ -420,10 +420,10 @@ def _check_standings(record: RoundRecord) -> None:
     if names != sorted(set(names)) or len(names) > MAX_STANDINGS:
         raise RecordRefused("its standings are not a sorted list of different peers")
     for each in record.standings:
-        sound = len(each.peer) <= MAX_NAME and each.left_out <= each.round <= record.round
+        sound = len(each.peer) <= MAX_PEER_ID and each.left_out <= each.round <= record.round
         sound &= each.credited <= MOST_CREDITED and each.times <= MOST_EXCLUSIONS
         if not sound or each.unheard >= 2**HISTORY:
-            raise RecordRefused(f"{each.peer[:MAX_NAME]} stands as nobody can")
+            raise RecordRefused(f"{each.peer[:MAX_PEER_ID]} stands as nobody can")
 
 
 def _timed(each: Times) -> bool:
@@ -477,11 +477,11 @@ def largest_group(codec: StageCodec) -> int:
 
 def _longest_header(codec: StageCodec, members: int) -> bytes:
     """The longest header that so many members can make, each reducing a part of each phase."""
-    texts = "f" * MAX_NAME
+    texts = "f" * MAX_PEER_ID
     longest = dict.fromkeys(Times().times, _MAX_TIME_S)
     facts = RoundFacts(ranks=codec.limits, needed=codec.limits, **longest)
     everybody = tuple(
-        Contribution(peer=f"{place:0{MAX_NAME}d}", tokens=_MAX_NUMBER, **longest)
+        Contribution(peer=f"{place:0{MAX_PEER_ID}d}", tokens=_MAX_NUMBER, **longest)
         for place in range(members)
     )
     names = tuple(member.peer for member in everybody)
@@ -504,7 +504,7 @@ def _longest_header(codec: StageCodec, members: int) -> bytes:
         parts=parts,
         standings=tuple(
             Standing(
-                peer=f"{place:0{MAX_NAME}d}",
+                peer=f"{place:0{MAX_PEER_ID}d}",
                 round=_MAX_NUMBER,
                 credited=MOST_CREDITED,
                 unheard=2**HISTORY - 1,

@@ -40,7 +40,7 @@ from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.peer.commands.demo import exported_round
 from dilocox.peer.commands.export import evaluate_checkpoint
 from dilocox.peer.os_process import Child, StopSignal
-from dilocox.peer.training.data import BATCH_WINDOWS, held_out_windows
+from dilocox.peer.training.data import held_out_windows
 from tests.swarm.browser import chromium, cropped, screenshot
 from tests.swarm.harness import Peer, ProcessSwarm, memory_folder
 from tests.swarm.links import Links, available
@@ -367,7 +367,7 @@ class Showcase:
         manifest = self._swarm.manifest
         length, count = manifest.batch.sequence_length, manifest.data.held_out_windows
         windows = held_out_windows(manifest.data, length, count)
-        return evaluate_checkpoint(model, windows, BATCH_WINDOWS)
+        return evaluate_checkpoint(model, windows)
 
 
 def _who(peer: Peer) -> str:

@@ -260,9 +260,9 @@ class Client:
                     since, before = time.monotonic(), taken
             return Blob(facts=facts, data=b"".join(chunks))
 
-    async def fetch_record(self, peer: str, digest: str, *, older: bool = False) -> bytes | None:
-        """Ask a member for a round record; `older` as for `HeaderClient`."""
-        want = {"what": "record", "digest": digest, "older": older}
+    async def fetch_record(self, peer: str, digest: str) -> bytes | None:
+        """Ask a member for a round record."""
+        want = {"what": "record", "digest": digest}
         blob = await self.fetch(peer, want, limit_bytes=self.record_bytes)
         return None if blob is None else blob.data
 

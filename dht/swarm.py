@@ -127,10 +127,10 @@ class Swarm:
                 for key, record_type in keys.items()
             }
 
-    def publish_manifest(self, signed: SignedManifest, timeout_s: float = CALL_TIMEOUT_S) -> bool:
+    def publish_manifest(self, signed: SignedManifest) -> bool:
         """Store the manifest for a week; whether the DHT took it. Only the operator can."""
         payloads = {manifest_key(self._run): signed.to_bytes()}
-        return self._store(payloads, MANIFEST_LIFETIME_S, None, timeout_s)
+        return self._store(payloads, MANIFEST_LIFETIME_S, None, CALL_TIMEOUT_S)
 
     def sealed_manifest(self, timeout_s: float = CALL_TIMEOUT_S) -> bytes | None:
         """The manifest that the operator signed last, in its envelope; None if nobody gave it."""
@@ -141,12 +141,12 @@ class Swarm:
             return None
         return found if isinstance(found, bytes) else None
 
-    def store_sealed_manifest(self, sealed: bytes, timeout_s: float = CALL_TIMEOUT_S) -> None:
+    def store_sealed_manifest(self, sealed: bytes) -> None:
         """Store what `sealed_manifest` gave, as it is; raises `Refused` if it is no envelope."""
         expires_at = unseal(sealed, check_signature=False).expires_at
         stored = StoredValue(manifest_key(self._run), sealed, expires_at)
         with contextlib.suppress(NoAnswer):
-            self._dht.put_many([stored], timeout_s=timeout_s)
+            self._dht.put_many([stored], timeout_s=CALL_TIMEOUT_S)
 
     def fetch_manifest(self, run_id: str, timeout_s: float) -> SignedManifest:
         """Find the manifest of a run and check that it is the operator's.

@@ -21,18 +21,18 @@ LEVEL = 1  # stages whose peers differ by so many are level: a move would only s
 HOLD_LOOKS = 3
 
 
-def choose_stage(records: Records, *, me: str, num_stages: int, key: str = "") -> int:
+def choose_stage(records: Records, *, me: str, num_stages: int) -> int:
     """The stage that a joiner takes: the one with the fewest live peers, nobody's first of all.
 
     records: by stage; a stage whose records are not known is missing, and is chosen only if
-    nothing is known. Own old records do not count. Ties are broken by `me` and `key`.
+    nothing is known. Own old records do not count. Ties are broken by `me`.
     """
     known = [stage for stage in range(num_stages) if stage in records] or list(range(num_stages))
     return min(
         known,
         key=lambda stage: (
             sum(peer != me for peer in live_peers(records.get(stage, {}))),
-            _draw(me, key, stage),
+            _draw(me, stage),
         ),
     )
 

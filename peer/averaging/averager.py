@@ -532,7 +532,6 @@ class StageAverager(PeerService, DecentralizedAverager):
         self, peer: str, *, after_round: int, hurry: bool, end: ChainEnd | None
     ) -> StateFile:
         """Download a peer's anchor and momentum to the disk; `end`: of the chain to be on."""
-
         chain = self._chain([peer])
 
         async def on_chain(offer: StateOffer) -> None:

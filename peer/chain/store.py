@@ -263,11 +263,10 @@ def _share(source: Path, target: Path) -> None:
         write_atomically(target, source.read_bytes())
 
 
-def read_file(path: Path, limit: int = -1) -> bytes | None:
-    """The first bytes of a file, by default all; None if there is none."""
+def read_file(path: Path) -> bytes | None:
+    """A file's bytes; None if there is none."""
     try:
-        with path.open("rb") as file:
-            return file.read(limit)
+        return path.read_bytes()
     except FileNotFoundError:
         return None
 

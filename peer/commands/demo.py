@@ -459,11 +459,11 @@ def loss_told(peers: Sequence[WatchedPeer], number: int | None, deadline: float)
 def _evaluate(manifest: Manifest, export: Path) -> float:
     """The loss of the checkpoint by plain transformers, on the run's held-out windows."""
     from dilocox.peer.commands.export import evaluate_checkpoint
-    from dilocox.peer.training.data import BATCH_WINDOWS, held_out_windows
+    from dilocox.peer.training.data import held_out_windows
 
     length, count = manifest.batch.sequence_length, manifest.data.held_out_windows
     windows = held_out_windows(manifest.data, length, count)
-    return evaluate_checkpoint(export, windows, BATCH_WINDOWS)
+    return evaluate_checkpoint(export, windows)
 
 
 def _show(result: DemoResult, seed: int) -> None:

@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.nn.functional as F
 import typer
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
@@ -370,22 +369,15 @@ def _shards_of(draft: Path, key: Mapping[str, Any]) -> dict[int, dict[str, Any]]
         return {}
 
 
-def evaluate_checkpoint(
-    folder: Path, windows: Tensor, batch: int, device: str | torch.device = "cpu"
-) -> float:
+def evaluate_checkpoint(folder: Path, windows: Tensor) -> float:
     """Mean loss in nats per token over `windows` [n, t + 1] int64, each token after the first.
 
     Raises InvalidInput if the folder holds no complete checkpoint.
     """
-    model = load_model(folder).to(device).eval()
-    total = 0.0
-    with torch.no_grad():
-        for start in range(0, len(windows), batch):
-            rows = windows[start : start + batch].to(device)  # [b, t + 1]
-            logits = model(input_ids=rows[:, :-1], use_cache=False).logits.float()  # [b, t, v]
-            targets = rows[:, 1:].flatten()
-            total += F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum").item()
-    return total / windows[:, 1:].numel()
+    from dilocox.peer.training.data import validation_loss
+
+    model = load_model(folder).eval()
+    return validation_loss(lambda ids: model(input_ids=ids, use_cache=False).logits, windows)
 
 
 def continue_text(

@@ -75,9 +75,7 @@ def _packed(manifest: Manifest) -> bytes | None:
     return packed
 
 
-def reachable_tokenizer(
-    place: Joined, bootstraps: Sequence[str], folder: Path, *, wait_s: float = WAIT_S
-) -> str:
+def reachable_tokenizer(place: Joined, bootstraps: Sequence[str], folder: Path) -> str:
     """What to call the run's tokenizer on this machine: its name where that opens here, else a
     folder, below this one, with what a bootstrap gave.
 
@@ -95,7 +93,7 @@ def reachable_tokenizer(
         except DilocoxError as error:
             reason = error
     logger.info("taking the tokenizer from the bootstrap, for here: %s", reason)
-    files = _fetched(place, bootstraps, time.monotonic() + wait_s)
+    files = _fetched(place, bootstraps, time.monotonic() + WAIT_S)
     if files is None:
         raise EnvironmentFault(f"no bootstrap gives the run's tokenizer, and here: {reason}")
     make_folder(folder)

@@ -317,7 +317,7 @@ class ExchangeOrder(SendFacts):
     def may_lead(self, peer: str) -> bool:
         return not self.leaders or peer in self.leaders
 
-    def ticket(self, *, client_mode: bool = False) -> Ticket:
+    def ticket(self) -> Ticket:
         return Ticket(
             plan=self.plan.key,
             tokens=min(self.tokens, self.tokens_cap),
@@ -328,7 +328,6 @@ class ExchangeOrder(SendFacts):
             counted=self.counted,
             expected=self.whole_with,
             abort=self.abort,
-            client_mode=client_mode,
         )
 
 

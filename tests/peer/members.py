@@ -91,7 +91,7 @@ class Link:
         mean = await attempt.checked_mean(part)
         return mean and self._group.falsified(peer, self._me, mean)
 
-    async def fetch_record(self, peer: str, digest: str, *, older: bool = False) -> bytes | None:
+    async def fetch_record(self, peer: str, digest: str) -> bytes | None:
         attempt = await self._to(peer, "record")
         await self._comes_from(peer)
         return attempt.record if attempt.digest == digest else None

@@ -51,8 +51,6 @@ def test_a_stage_that_gave_no_answer_is_not_taken_for_an_empty_one() -> None:
 def test_joiners_spread_over_stages_that_are_equally_empty() -> None:
     chosen = Counter(choose_stage(spares(0, 0, 0), me=f"m{i}", num_stages=3) for i in range(90))
     assert min(chosen.values()) > 15
-    again = {choose_stage(spares(0, 0), me="me", num_stages=2, key=str(i)) for i in range(20)}
-    assert again == {0, 1}
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_a_checkpoint_trains_on_from_its_own_loss_with_or_without_its_files(
     away.rename(checkpoint)
     reading = [swarm.add_peer(stage=stage) for stage in range(2)]
     windows = held_out_windows(swarm.manifest.data, 64, swarm.manifest.data.held_out_windows)
-    plain = evaluate_checkpoint(checkpoint, windows, 8)
+    plain = evaluate_checkpoint(checkpoint, windows)
     assert first == pytest.approx(plain, abs=5e-5)
     assert plain < 4.0  # a random one has 5.9
     swarm.wait_for_replicas(2, LIMIT_S)

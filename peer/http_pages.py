@@ -7,7 +7,7 @@ Why not the standard library's server as it is: it asks the DNS for its own name
 takes as many clients as there are, each for as long as it likes. Here a connection has one deadline
 from its first byte to its last, and there are only so many at once. Who answers more than GET
 extends `PageRequest` (commands/serve.py); who answers for more paths than can be listed, or decides
-who may ask, has an `Answer` (process/local_page.py).
+who may ask, has a `Fallback` (process/local_page.py).
 How: daemon threads, which end with the process. Start it after all forks: a child would keep the
 port, and threads do not survive a fork.
 """
@@ -89,7 +89,7 @@ Pages = Mapping[str, Callable[[], Page]]
 """By path, without query. Called in threads of their own, several at once."""
 
 
-Answer = Callable[[str, str, Mapping[str, str]], Page | None]
+Fallback = Callable[[str, str, Mapping[str, str]], Page | None]
 """To method, path and headers of a request for no page of `Pages`; None: there is nothing."""
 
 
@@ -109,7 +109,7 @@ class PageServer(ThreadingHTTPServer):
         port: int,
         pages: Pages,
         *,
-        answer: Answer | None = None,
+        answer: Fallback | None = None,
         option: str = "metrics",
         request_limit_s: float = REQUEST_LIMIT_S,
         max_requests: int = MAX_REQUESTS,
@@ -203,7 +203,7 @@ def served(
     port: int | None,
     pages: Pages,
     *,
-    answer: Answer | None = None,
+    answer: Fallback | None = None,
     query: str = "",
     ports: Sequence[int] = DEFAULT_PORTS,
 ) -> AbstractContextManager[object]:

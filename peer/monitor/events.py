@@ -14,7 +14,7 @@ from typing import Literal
 from dilocox.peer.monitor.look import SwarmLook
 
 Shown = Callable[[str], str]
-Kind = Literal["joined", "left", "moved", "healed", "fault", "revision", "milestone"]
+EventKind = Literal["joined", "left", "moved", "healed", "fault", "revision", "milestone"]
 
 MAX_EVENTS = 120
 GROUPED = 16  # newest lines among which the same one counts as its repetition
@@ -28,7 +28,7 @@ class EventLine:
     """One line. at: when it happened last, seconds since the epoch. count: how often."""
 
     at: float
-    kind: Kind
+    kind: EventKind
     text: str
     count: int = 1
 
@@ -48,7 +48,7 @@ class EventLog:
     revision: int | None = None
     state: str = "running"
 
-    def add(self, at: float, kind: Kind, text: str) -> None:
+    def add(self, at: float, kind: EventKind, text: str) -> None:
         """Take in one, which may be the repetition of another; the text is bounded already."""
         for row in self.rows[-GROUPED:]:
             if (row.kind, row.text) == (kind, text):
@@ -64,7 +64,7 @@ class EventLog:
         said = [peer for stage in look.stages.values() for peer in stage]  # others went silent
         left = {peer: before[peer] for peer in said if peer in before and peer not in present}
         came = {peer: stage for peer, stage in present.items() if peer not in before}
-        crowds: dict[Kind, dict[str, int]] = {"left": left}
+        crowds: dict[EventKind, dict[str, int]] = {"left": left}
         if self.revision is not None:  # else they were there before
             crowds["joined"] = came
         for kind, peers in crowds.items():

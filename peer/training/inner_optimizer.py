@@ -46,7 +46,7 @@ _MUON_STATE = ("momentum_buffer",)
 # Decoder, list of layers, number of the layer, and a weight in it.
 _LAYER_WEIGHT = re.compile(r"[^.]+\.[^.]+\.\d+\.(.+\.)?weight")
 
-Named = list[tuple[str, nn.Parameter]]
+NamedParameters = list[tuple[str, nn.Parameter]]
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def inner_parts(named: Iterable[tuple[str, nn.Parameter]], spec: InnerSpec) -> l
     return parts
 
 
-def _adamw(named: Named, spec: InnerSpec) -> InnerPart:
+def _adamw(named: NamedParameters, spec: InnerSpec) -> InnerPart:
     """Without weight decay on vectors (norms and biases)."""
     matrices = [(name, parameter) for name, parameter in named if parameter.ndim > 1]
     vectors = [(name, parameter) for name, parameter in named if parameter.ndim <= 1]
@@ -143,7 +143,7 @@ def _adamw(named: Named, spec: InnerSpec) -> InnerPart:
     return InnerPart(adamw, names, _ADAMW_STATE, relative_rate=1.0)
 
 
-def _muon(muon: type[torch.optim.Optimizer], named: Named, spec: InnerSpec) -> InnerPart:
+def _muon(muon: type[torch.optim.Optimizer], named: NamedParameters, spec: InnerSpec) -> InnerPart:
     options: dict[str, Any] = {
         "lr": spec.muon_learning_rate,
         "momentum": spec.muon_momentum,

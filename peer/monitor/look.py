@@ -75,8 +75,8 @@ class SwarmLook:
 class Looker:
     """Looks again and again; all in one thread."""
 
-    def __init__(self, place: Joined, bootstraps: Iterable[str]):
-        self._place = place
+    def __init__(self, place: Joined, bootstraps: Iterable[str], ping_s: float = PING_PERIOD_S):
+        self._place, self._ping_s = place, ping_s
         self._pinged_at = float("-inf")
         self._last = SwarmLook(
             at=place.clock.time(),
@@ -112,7 +112,7 @@ class Looker:
 
     def _bootstraps(self) -> Mapping[str, bool]:
         now = time.monotonic()
-        if now < self._pinged_at + PING_PERIOD_S:
+        if now < self._pinged_at + self._ping_s:
             return self._last.bootstraps
         self._pinged_at = now
         try:

@@ -84,8 +84,8 @@ MONITOR_RUNS = "another monitor uses this folder; stop it, or give this one anot
 class MonitorPages:
     """The newest figures, and the pages that show them; alive: whether the monitor's parts live."""
 
-    def __init__(self, alive: Callable[[], bool]):
-        self._alive = alive
+    def __init__(self, alive: Callable[[], bool], late_s: float = LOOKS_LATE_S):
+        self._alive, self._late_s = alive, late_s
         self._status = Page(body=b"{}")
         self._metrics = Page(body=b"")
         self._name, self._rows = "", dict[str, Mapping[str, Any]]()
@@ -134,7 +134,7 @@ class MonitorPages:
         return Page(body=card, content_type="image/svg+xml", headers=policy)
 
     def _looks(self) -> bool:
-        return self._looked_at is None or time.monotonic() - self._looked_at < LOOKS_LATE_S
+        return self._looked_at is None or time.monotonic() - self._looked_at < self._late_s
 
 
 def _asset(ending: str, kind: str) -> Page:

@@ -17,7 +17,6 @@ import pytest
 
 from dilocox.dht.manifest_revisions import in_state
 from dilocox.peer.http_pages import Page, PageServer, metrics_page
-from dilocox.peer.monitor import monitor
 from dilocox.peer.monitor.history import SwarmHistory
 from dilocox.peer.monitor.monitor import MonitorPages
 from dilocox.peer.monitor.status import MAX_PEERS_SHOWN, metrics_of
@@ -266,7 +265,7 @@ def test_a_monitor_serves_cards_beside_its_pages() -> None:
             urlopen(f"http://127.0.0.1:{server.port}/card/nobody.svg")
 
 
-def test_health_and_readiness_follow_the_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_and_readiness_follow_the_looks() -> None:
     alive, pages = True, MonitorPages(lambda: alive)
 
     def statuses() -> tuple[int, int]:
@@ -278,8 +277,8 @@ def test_health_and_readiness_follow_the_looks(monkeypatch: pytest.MonkeyPatch) 
     assert statuses() == (200, 200)
     alive = False
     assert statuses() == (200, 503)
-    alive = True
-    monkeypatch.setattr(monitor, "LOOKS_LATE_S", 0.0)
+    pages = MonitorPages(lambda: True, late_s=0.0)
+    pages.show(swarm.status(swarm.look()), Page(body=b""))
     assert statuses() == (200, 503)
 
 

@@ -45,7 +45,7 @@ def dial_targets(
     """Whom a peer that only dials out must have dialled, so that they can call it.
 
     Those of its stage watch it while they average, each the next members in the order of peer ids,
-    so those just before it come first. The heads of stage 0 recruit it. The rest passes letters on
+    so those just before it come first. The heads of stage 0 recruit it. The rest passes requests on
     to it; its neighbours in a replica it dials itself. Where there is not room for all, these take
     turns, and each peer draws others, so that nobody is dialled by all but the common ones.
     """

@@ -13,7 +13,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,7 +89,7 @@ class Chaos:
             for each in [each for each in hurt if each.mend_at <= now]:
                 hurt.remove(each)
                 each.mend()
-            self._start_the_ended(hurt)
+            self.start_the_ended([each.victim for each in hurt])
             if next_at <= now < began + seconds and len(hurt) < MOST_AT_ONCE:
                 next_at = now + randomly.uniform(*GAP_S)
                 mend_at = now + randomly.uniform(*LASTS_S)
@@ -145,9 +145,10 @@ class Chaos:
         self.add_peer(victim.stage)
         self.swarm.peers[-1].expected = False
 
-    def _start_the_ended(self, hurt: list[_Hurt]) -> None:
-        """Who ended though nobody ended it: as the loss of p2pd soon after a start does."""
-        suffering = [each.victim for each in hurt]
+    def start_the_ended(self, suffering: Collection[Peer | None] = ()) -> None:
+        """Who ended though nobody ended it: as the loss of p2pd soon after a start does, or a first
+        start while the bootstrap is away.
+        """
         for peer in self.present:
             if peer not in suffering and peer.child.returncode is not None:
                 self._note("ended", f"{peer.name} had ended: {peer.child.last_line()}")
@@ -189,9 +190,15 @@ def _run(swarm: LocalSwarm, chaos: Chaos, seconds: float) -> list[str]:
     swarm.wait(lambda: all(map(_rounds, swarm.peers)), 2 * START_LIMIT_S, "all have a round")
     before = _bootstrap_mb(swarm)
     chaos.run(seconds)
+    wanted = {peer.name: _rounds(peer) + LAST_ROUNDS for peer in chaos.present}
+
+    def whole() -> bool:
+        chaos.start_the_ended()
+        return all(_rounds(peer) >= wanted[peer.name] for peer in chaos.present)
+
+    swarm.wait(whole, WHOLE_LIMIT_S, f"{LAST_ROUNDS} more rounds of all")
     for peer in chaos.present:
         peer.expected = True
-    swarm.wait_for_rounds(LAST_ROUNDS, WHOLE_LIMIT_S, of=chaos.present)
     after = _bootstrap_mb(swarm)
     rounds = {stage: len(swarm.chain(stage)) for stage in (0, 1)}
     voids = sum(len(peer.of_kind("void")) for peer in swarm.peers)

@@ -191,6 +191,7 @@ ASKING_SHARE = 0.9  # of a read's time is the search; the rest brings back what 
 START_MARGIN_S = 5.0
 POLL_S = 0.2
 CLEANUP_PATIENCE_S = 3.0
+LOST_REQUEST_S = 5.0
 
 
 class NoAnswer(EnvironmentFault):
@@ -489,9 +490,10 @@ class RunDHT(DHT):
     def run(self) -> None:
         """The child: p2pd first, then hivemind's node on top of it, until told to stop."""
         leave_the_terminal()
-        threading.Thread(
+        watch = threading.Thread(
             target=watch_parent, args=(self._main_pid, self._end), name="parent watch", daemon=True
-        ).start()
+        )
+        watch.start()
         owner = DaemonOwner(self._options, self._clock, on_death=self._end)
         try:
             owner.start()
@@ -504,6 +506,9 @@ class RunDHT(DHT):
         except DilocoxError as error:
             with contextlib.suppress(InvalidStateError):  # nobody waits any more
                 self._ready.set_exception(error)
+        except (EOFError, OSError):  # half a request: the main process was killed, or it soon is
+            watch.join(LOST_REQUEST_S)  # which ends this process and tidies up
+            raise
         finally:
             owner.stop()
 

@@ -211,12 +211,14 @@ def open_dht(
     alone: bool = False,
     leads_time: bool = False,
     find_reach: FindReach | None = None,
+    entries: Sequence[str] = (),
 ) -> RunDHT:
     """Start a node and wait until it has joined; without bootstraps it is the first of its swarm.
 
     `alone`: start although no bootstrap can be reached; they are tried again all the time.
     `leads_time`: the others follow this node's clock, not it theirs.
     `find_reach`: asks others whether they reach this node; where they do not it only dials out.
+    `entries`: addresses of peers to join by, and to ask the time, instead of the bootstraps.
     Call it before CUDA is touched. Raises `InvalidInput` for an address that is none,
     `EnvironmentFault` when a port is in use, `BootstrapsSilent` when none answers; then nothing is
     left behind.
@@ -227,9 +229,9 @@ def open_dht(
     for address in bootstraps:
         bootstrap_address(address)
     check_ports(listen)
-    reachable = tuple[str, ...]()
+    reachable = tuple(entries)
     try:
-        if bootstraps:
+        if bootstraps and not entries:
             reachable = reachable_bootstraps(bootstraps, 0.0 if alone else startup_s)
     except BootstrapsSilent as error:
         if not alone:

@@ -262,6 +262,21 @@ def test_bootstrap_of_another_peer_id_is_refused(
         open_node(volunteer, bootstraps=(address,))
 
 
+def test_a_node_joins_by_peers_while_its_bootstrap_is_away(
+    open_node: OpenNode, second: Node, volunteer: Identity, run: str, tmp_path: Path
+):
+    identity = Identity.load_or_create(tmp_path / "identity.key")
+    gone = f"/ip4/127.0.0.1/tcp/1/p2p/{identity.peer_id}"
+    with pytest.raises(BootstrapsSilent):
+        open_node(identity, bootstraps=[gone], startup_s=0.5)
+    entries = second[0].visible_addresses()
+    dht, swarm, clock = open_node(identity, bootstraps=[gone], entries=entries, clock=SkewedClock())
+    assert abs(clock.time() - second[2].time()) < 0.5
+    assert second[1].publish(stage_key(run, 70), stage_record(), 60)
+    assert swarm.read(stage_key(run, 70), StageRecord) == {volunteer.peer_id: stage_record()}
+    assert not dht.bootstrap_answers(2.0)
+
+
 def test_first_ping_that_comes_too_late_is_followed_by_another(
     open_node: OpenNode, first: Node, stranger: Identity, monkeypatch: pytest.MonkeyPatch
 ):

@@ -20,7 +20,6 @@ import select
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -31,7 +30,6 @@ from typing import Any
 from hivemind import DHT
 from hivemind.dht.node import DHTNode
 from hivemind.dht.routing import DHTID
-from hivemind.dht.validation import RecordValidatorBase
 from hivemind.p2p import PeerID
 from hivemind.utils import MPFuture
 
@@ -57,6 +55,7 @@ from dilocox.dht.node_process import (
 )
 from dilocox.dht.p2p_daemon import DaemonOptions, DaemonOwner
 from dilocox.dht.protocol import Entry
+from dilocox.dht.validator import RunRecordValidator
 from dilocox.dht.wire import MAX_VALUE_BYTES, pack
 
 logger = logging.getLogger(__name__)
@@ -87,14 +86,6 @@ async def visible_addresses(_dht: DHT, node: DHTNode) -> tuple[str, ...]:
 
 async def known_nodes(_dht: DHT, node: DHTNode) -> int:
     return len(node.protocol.routing_table.uid_to_peer_id)
-
-
-async def refused_values(_dht: DHT, node: DHTNode) -> Counter[str]:
-    counts: Counter[str] = Counter()
-    for validator in getattr(node.protocol.record_validator, "_validators", ()):
-        counts.update(getattr(validator, "refused", ()))
-    counts.update(getattr(node.protocol.storage, "refused", ()))
-    return counts
 
 
 async def latest_values(
@@ -205,7 +196,7 @@ def open_dht(
     listen: Sequence[str],
     announce: Sequence[str],
     client_mode: bool,
-    validator: RecordValidatorBase,
+    validator: RunRecordValidator,
     clock: RunClock,
     startup_s: float = 60.0,
     alone: bool = False,
@@ -275,13 +266,14 @@ def open_dht(
 class RunDHT(DHT):
     """hivemind's DHT with an owner, deadlines and a clean end. Made by `open_dht`.
 
-    local_network: whether its swarm is one of a local network, see `on_local_network`.
+    local_network: whether its swarm is one of a local network, see `on_local_network`. refused:
+    what its node refuses of others, by reason.
     """
 
     def __init__(
         self,
         options: DaemonOptions,
-        validator: RecordValidatorBase,
+        validator: RunRecordValidator,
         clock: RunClock,
         socket_folder: Path,
     ):
@@ -292,6 +284,7 @@ class RunDHT(DHT):
         self._ended = False
         self.reached = Reachability()  # as the child knows it
         self.local_network = on_local_network(options.bootstraps)
+        self.refused = validator.refused
         forking = multiprocessing.get_context("fork")
         self._sending = forking.RLock()
         self._daemon_pid = forking.RawValue("i", 0)
@@ -461,9 +454,6 @@ class RunDHT(DHT):
         """How many other nodes this one knows."""
         return self._ask(known_nodes, timeout_s)
 
-    def refused_values(self, timeout_s: float = QUESTION_LIMIT_S) -> Counter[str]:
-        return self._ask(refused_values, timeout_s)
-
     def close(self) -> None:
         """End the child and p2pd within five seconds and remove the sockets; twice does no harm."""
         if self._ended or os.getpid() != self._main_pid:
@@ -496,6 +486,7 @@ class RunDHT(DHT):
             target=watch_parent, args=(self._main_pid, self._end), name="parent watch", daemon=True
         )
         watch.start()
+        protocol.RunProtocol.refused = self.refused
         owner = DaemonOwner(self._options, self._clock, on_death=self._end)
         try:
             owner.start()

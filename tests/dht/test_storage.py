@@ -8,6 +8,7 @@ from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.utils import timed_storage
 
 from dilocox.dht import storage as bounds
+from dilocox.dht.rpc import NODE_REFUSALS, Counts
 from dilocox.dht.storage import BoundedStorage
 
 NOW = 1_000_000.0
@@ -27,8 +28,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def kept(clock: Clock) -> BoundedStorage:
-    return BoundedStorage()
+def refused() -> Counts:
+    return Counts(NODE_REFUSALS)
+
+
+@pytest.fixture
+def kept(clock: Clock, refused: Counts) -> BoundedStorage:
+    return BoundedStorage(refused)
 
 
 def key(number: int) -> DHTID:
@@ -71,7 +77,7 @@ def test_values_are_kept_and_replaced_by_later_ones(kept: BoundedStorage, clock:
 
 
 def test_an_owner_of_many_keys_loses_its_own_first_to_expire(
-    kept: BoundedStorage, monkeypatch: pytest.MonkeyPatch
+    kept: BoundedStorage, refused: Counts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bounds, "KEYS_OF_OWNER", 4)
     assert kept.store_subkey(key(0), b"honest", VALUE, NOW + 1)
@@ -80,7 +86,7 @@ def test_an_owner_of_many_keys_loses_its_own_first_to_expire(
     assert [number for number in range(10) if b"greedy" in owners_of(kept, number)] == [6, 7, 8, 9]
     assert owners_of(kept, 0) == {b"honest"}
     assert kept.get(key(3)) is None  # not an empty dictionary
-    assert kept.refused["crowded"] == 6
+    assert refused.read()["crowded"] == refused.total == 6
     assert kept.bytes_held == held(kept)
 
 
@@ -96,7 +102,7 @@ def test_an_owner_has_no_more_than_its_bytes(
 
 
 def test_a_crowd_of_new_keys_takes_no_place_of_those_before_it(
-    kept: BoundedStorage, monkeypatch: pytest.MonkeyPatch, clock: Clock
+    kept: BoundedStorage, refused: Counts, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     monkeypatch.setattr(bounds, "BYTES_OF_ALL", 20 * (len(VALUE) + bounds.VALUE_BYTES))
     honest = [b"peer-%d" % number for number in range(10)]
@@ -109,7 +115,7 @@ def test_a_crowd_of_new_keys_takes_no_place_of_those_before_it(
         assert kept.store_subkey(key(1), peer, VALUE, LATER + 1)
     assert owners_of(kept, 1) == set(honest) <= owners_of(kept, 0)
     assert kept.bytes_held == held(kept) <= bounds.BYTES_OF_ALL
-    assert kept.refused["full"] >= 490
+    assert refused.read()["full"] >= 490
     clock.now = LATER + 10  # what nobody renews makes room
     assert kept.store_subkey(key(0), b"new", VALUE, clock.now + 60)
 

@@ -5,7 +5,8 @@ bell in every round. The intervals are those of peer/averaging/announcer.py and
 peer/rounds/round_end.py, the records real ones, encoded and sealed, and the keepers of a key
 those of dht/keepers.py: the five nodes nearest to it, of which a look asks one. What is modelled is
 the time only, and the bytes of a call beside its records (CALL_BYTES, KEY_BYTES); `--real N` prints
-instead what nodes on loopback send, by the TCP sockets of their p2pd.
+instead what nodes on loopback send, by the TCP sockets of their p2pd. The last column is how often
+one peer asks one node in 10 s at most, of which dht/rpc.py (`RequestLimit`) answers so many.
 
 The row "before" is the rule that was there until protocol 3: with every heartbeat of 10 s each peer
 reads the records of all peers of all stages from all nodes near their key, twenty at most, searches
@@ -13,6 +14,7 @@ them likewise for its own announcements, and its signature and key have 550 byte
 
     python benchmarks/dht_traffic.py
     python benchmarks/dht_traffic.py --peers 200 --stages 4 --round-s 600
+    python benchmarks/dht_traffic.py --peers 3 8 --stages 1 4 --heartbeat-s 0.1
     python benchmarks/dht_traffic.py --real 8
 """
 
@@ -55,6 +57,7 @@ from dilocox.dht.records import (
     replica_key,
     stage_key,
 )
+from dilocox.dht.rpc import ASKED_WITHIN_S
 from dilocox.dht.swarm import Swarm
 from dilocox.dht.validator import RunRecordValidator
 from dilocox.dht.wire import seal
@@ -76,7 +79,7 @@ COLUMNS = (
     *(Column(name) for name in ("peers", "stages")),
     Column("round, s", ".0f"),
     *(Column(name, ",.0f") for name in ("before", "now", "most")),
-    *(Column(name, ".0f") for name in ("told every, s", "seen for, s")),
+    *(Column(name, ".0f") for name in ("told every, s", "seen for, s", "asked in 10 s")),
 )
 
 
@@ -190,25 +193,39 @@ class Topic:
 
 
 class SwarmTraffic:
-    """Peers of several stages; `sent` are the bytes that each node put on its line."""
+    """Peers of several stages; `sent` are the bytes that each node put on its line, `most_asked`
+    the most calls of one peer to one node in ASKED_WITHIN_S.
+    """
 
-    def __init__(self, *, peers: int, stages: int, round_s: float, sizes: Sizes, seed: int = 0):
+    def __init__(
+        self,
+        *,
+        peers: int,
+        stages: int,
+        round_s: float,
+        sizes: Sizes,
+        heartbeat_s: float = HEARTBEAT_S,
+        seed: int = 0,
+    ):
         self._dice = random.Random(seed)
         self._stages, self._round_s, self._sizes = stages, round_s, sizes
         self._nodes = [_distance_id(f"node {number}") for number in range(peers)]
         self._topics: dict[str, Topic] = {}
         self._events: list[tuple[float, int, int, Callable[[int, float], float]]] = []
         self._looked: dict[tuple[int, str], float] = {}
-        self._cadences = [Cadence(heartbeat_s=HEARTBEAT_S, now_s=0.0) for _ in range(peers)]
+        self._heartbeat_s = heartbeat_s
+        self._cadences = [Cadence(heartbeat_s=heartbeat_s, now_s=0.0) for _ in range(peers)]
         self.peers = peers
         self.sent = [0.0] * peers
-        self.calls: Counter[str] = Counter()
+        self.most_asked = 0
+        self._asked: Counter[tuple[int, int]] = Counter()
+        self._window = 0
 
     def run(self, seconds: float) -> None:
         """Let them train for so long."""
         for peer in range(self.peers):
             for act in (self._announce, self._look, self._look_at_others, self._hear_bells):
-                self._at(self._dice.uniform(0.0, HEARTBEAT_S), peer, act)
+                self._at(self._dice.uniform(0.0, self._heartbeat_s), peer, act)
             if peer % self._stages == 0:
                 self._at(self._dice.uniform(0.8, 1.2) * self._round_s, peer, self._ring)
         while self._events and self._events[0][0] < seconds:
@@ -279,7 +296,7 @@ class SwarmTraffic:
             if keeper != peer:
                 self.sent[peer] += CALL_BYTES / 2 + KEY_BYTES + record_bytes
                 self.sent[keeper] += CALL_BYTES / 2
-                self.calls["store"] += 1
+                self._count(peer, keeper, now)
 
     def _read(self, peer: int, names: list[str], now: float) -> None:
         """One look: of each key one keeper is asked, and one call serves the keys that it keeps."""
@@ -300,7 +317,14 @@ class SwarmTraffic:
             if not local:
                 self.sent[peer] += CALL_BYTES / 2
                 self.sent[asked] += CALL_BYTES / 2
-                self.calls["look"] += 1
+                self._count(peer, asked, now)
+
+    def _count(self, peer: int, asked: int, now: float) -> None:
+        """A call at this time, which does not fall."""
+        if (window := int(now / ASKED_WITHIN_S)) != self._window:
+            self._window, self._asked = window, Counter()
+        self._asked[peer, asked] += 1
+        self.most_asked = max(self.most_asked, self._asked[peer, asked])
 
     def _topic(self, name: str, record_bytes: int) -> Topic:
         if name not in self._topics:
@@ -344,6 +368,7 @@ def main() -> None:
     made.add_argument("--peers", type=int, nargs="+", default=[8, 50, 200, 1000])
     made.add_argument("--stages", type=int, nargs="+", default=[1, 4])
     made.add_argument("--round-s", type=float, nargs="+", default=[600.0, 3600.0])
+    made.add_argument("--heartbeat-s", type=float, default=HEARTBEAT_S)
     made.add_argument("--real", type=int, help="measure so many nodes on loopback instead")
     report, arguments = Report.parse(made, "dht-traffic")
     if arguments.real:
@@ -360,7 +385,10 @@ def modelled(report: Report, arguments: argparse.Namespace) -> None:
         for peers in [8] if arguments.quick else arguments.peers:
             for stages in arguments.stages:
                 sizes = Sizes.real(Path(folder), stages)
-                rows += [row(peers, stages, round_s, sizes) for round_s in arguments.round_s]
+                rows += [
+                    row(peers, stages, round_s, sizes, arguments.heartbeat_s)
+                    for round_s in arguments.round_s
+                ]
     report.table(COLUMNS, rows, title="bytes a second that a peer sends for the DHT")
     lines = {
         f"rounds of {round_s:.0f} s, {stages} stages": [
@@ -372,10 +400,14 @@ def modelled(report: Report, arguments: argparse.Namespace) -> None:
     report.plot("peers", "bytes/s of a peer", lines, log_x=True)
 
 
-def row(peers: int, stages: int, round_s: float, sizes: Sizes) -> tuple[float, ...]:
+def row(
+    peers: int, stages: int, round_s: float, sizes: Sizes, heartbeat_s: float
+) -> tuple[float, ...]:
     """One line of the table."""
     seconds = max(3600.0, 2 * round_s)
-    swarm = SwarmTraffic(peers=peers, stages=stages, round_s=round_s, sizes=sizes)
+    swarm = SwarmTraffic(
+        peers=peers, stages=stages, round_s=round_s, sizes=sizes, heartbeat_s=heartbeat_s
+    )
     swarm.run(seconds)
     rates = [sent / seconds for sent in swarm.sent]
     cadence = swarm.cadence
@@ -388,6 +420,7 @@ def row(peers: int, stages: int, round_s: float, sizes: Sizes) -> tuple[float, .
         max(rates),
         cadence.announce_s,
         cadence.lifetime_s,
+        swarm.most_asked,
     )
 
 

@@ -1,6 +1,7 @@
-"""What can be known about addresses: is our port free, does a bootstrap listen, who reaches us.
+"""What can be known about addresses: is our port free, does a bootstrap listen, who else was in the
+run when we last were, who reaches us.
 
-The first two are asked before p2pd starts, which cannot tell: two of them share one port without
+The first ones are asked before p2pd starts, which cannot tell: two of them share one port without
 a word (SO_REUSEPORT), and one that reaches no bootstrap says so in a single line and ends. The last
 is for others to say, before the node joins: one that only dials out must join as a client, or the
 others wait for it in vain.
@@ -12,12 +13,14 @@ import ipaddress
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-from dilocox.dht.errors import BootstrapsSilent, EnvironmentFault
+from dilocox.dht.errors import BootstrapsSilent, EnvironmentFault, InvalidInput
+from dilocox.dht.files import write_atomically
 from dilocox.dht.invite import TcpAddress, bootstrap_address, listen_address
 
 logger = logging.getLogger(__name__)
@@ -26,6 +29,7 @@ DIAL_TIMEOUT_S = 3.0
 # A bootstrap that is started at the same moment, as by docker compose, is up within this time.
 BOOTSTRAP_PATIENCE_S = 10.0
 BETWEEN_TRIES_S = 5.0
+MAX_ENTRIES = 16
 
 ReachKind = Literal["public", "mapped", "dial_out", "unknown"]
 
@@ -81,10 +85,8 @@ def reachable_bootstraps(bootstraps: Sequence[str], patience_s: float) -> tuple[
     """
     deadline = time.monotonic() + min(patience_s, BOOTSTRAP_PATIENCE_S)
     while True:
-        with ThreadPoolExecutor(max_workers=len(bootstraps)) as pool:
-            faults = dict(zip(bootstraps, pool.map(dial_fault, bootstraps), strict=True))
-        reachable = tuple(address for address, fault in faults.items() if fault is None)
-        if reachable:
+        faults = _dial_faults(bootstraps)
+        if reachable := _without_fault(faults):
             return reachable
         if time.monotonic() >= deadline:
             tried = ", ".join(f"{address} ({fault})" for address, fault in faults.items())
@@ -95,19 +97,61 @@ def reachable_bootstraps(bootstraps: Sequence[str], patience_s: float) -> tuple[
         time.sleep(0.5)
 
 
-def wait_for_bootstrap(bootstraps: Sequence[str]) -> None:
-    """Return as soon as one of them accepts a TCP connection; says in the log that it waits."""
-    told = False
+def wait_for_entry(
+    bootstraps: Sequence[str],
+    entries: Sequence[str],
+    *,
+    patience_s: float = BOOTSTRAP_PATIENCE_S,
+) -> tuple[str, ...]:
+    """Return as soon as a bootstrap accepts a TCP connection, or a peer of the run that was there
+    before: the addresses of those peers where no bootstrap does. Says in the log that it waits.
+
+    entries: as `kept_entries` gave them. Those that the internet does not route are of another
+    network's hosts, where the bootstraps are not at such.
+    """
+    told, local = False, on_local_network(bootstraps)
+    entries = [each for each in entries if local or not on_local_network([each])]
     while True:
         try:
-            reachable_bootstraps(bootstraps, BOOTSTRAP_PATIENCE_S)
+            reachable_bootstraps(bootstraps, patience_s)
         except BootstrapsSilent as error:
+            if reachable := _without_fault(_dial_faults(entries)):
+                logger.warning("%s; joining by peers that were there before", error)
+                return reachable
             if not told:
                 logger.warning("%s; trying until one can be", error)
             told = True
             time.sleep(BETWEEN_TRIES_S)
         else:
-            return
+            return ()
+
+
+def kept_entries(file: Path) -> tuple[str, ...]:
+    """Addresses, each with its peer id, that `keep_entries` wrote there; none where it did not."""
+    found: list[str] = []
+    with contextlib.suppress(OSError, ValueError):
+        for line in file.read_text().splitlines():
+            with contextlib.suppress(InvalidInput):
+                bootstrap_address(line)
+                found.append(line)
+    return tuple(found[:MAX_ENTRIES])
+
+
+def keep_entries(file: Path, addresses: Sequence[str]) -> None:
+    """Note by whom a peer may join again while no bootstrap can be reached."""
+    lines = "".join(f"{address}\n" for address in addresses[:MAX_ENTRIES])
+    with contextlib.suppress(EnvironmentFault):  # a full disk is told by what is needed there
+        write_atomically(file, lines.encode(), durable=False)
+
+
+def _dial_faults(addresses: Sequence[str]) -> dict[str, str | None]:
+    """What `dial_fault` says of each; asked at the same time."""
+    with ThreadPoolExecutor(max_workers=max(1, len(addresses))) as pool:
+        return dict(zip(addresses, pool.map(dial_fault, addresses), strict=True))
+
+
+def _without_fault(faults: Mapping[str, str | None]) -> tuple[str, ...]:
+    return tuple(address for address, fault in faults.items() if fault is None)
 
 
 def dial_fault(address: str) -> str | None:

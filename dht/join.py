@@ -15,6 +15,7 @@ import typer
 
 from dilocox.dht.addresses import Reachability
 from dilocox.dht.clock import RunClock
+from dilocox.dht.errors import BootstrapsSilent
 from dilocox.dht.identity import Identity, peer_id_of
 from dilocox.dht.invite import Invite
 from dilocox.dht.manifest import Manifest
@@ -67,11 +68,12 @@ def join_run(
     announce: Sequence[str] = (),
     client_mode: bool = False,
     kept: Path | None = None,
+    entries: Sequence[str] = (),
 ) -> Generator[Joined]:
     """Join the DHT and read the run's manifest; leaves, with all processes, at the end.
 
     kept: file of a manifest that was seen before (manifest_revisions.py); the DHT's may be an
-    older one.
+    older one. entries: of peers, by whom to join instead of the bootstraps; then it will do.
 
     Raises:
         InvalidInput: the invite and the manifest do not belong together.
@@ -92,12 +94,18 @@ def join_run(
         find_reach=None if client_mode else find_reach,
         validator=RunRecordValidator(invite.run_id, identity),
         clock=clock,
+        entries=entries,
     )
     try:
         swarm = Swarm(dht, invite.run_id, identity, clock)
-        signed = swarm.fetch_manifest(invite.run_id, MANIFEST_LIMIT_S)
-        if kept is not None:
-            signed = newer_of(signed, kept_manifest(kept, invite.run_id), invite.run_id)
+        before = kept_manifest(kept, invite.run_id) if kept is not None else None
+        try:
+            found = swarm.fetch_manifest(invite.run_id, MANIFEST_LIMIT_S)
+        except BootstrapsSilent:
+            if before is None or not entries:
+                raise
+            found = before
+        signed = newer_of(found, before, invite.run_id)
         manifest, witness = signed.verify(invite.run_id), peer_id_of(signed.run_key)
         swarm.admit_by(manifest, witness, kept)
         yield Joined(

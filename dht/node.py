@@ -20,7 +20,6 @@ import select
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -31,7 +30,6 @@ from typing import Any
 from hivemind import DHT
 from hivemind.dht.node import DHTNode
 from hivemind.dht.routing import DHTID
-from hivemind.dht.validation import RecordValidatorBase
 from hivemind.p2p import PeerID
 from hivemind.utils import MPFuture
 
@@ -57,6 +55,7 @@ from dilocox.dht.node_process import (
 )
 from dilocox.dht.p2p_daemon import DaemonOptions, DaemonOwner
 from dilocox.dht.protocol import Entry
+from dilocox.dht.validator import RunRecordValidator
 from dilocox.dht.wire import MAX_VALUE_BYTES, pack
 
 logger = logging.getLogger(__name__)
@@ -87,14 +86,6 @@ async def visible_addresses(_dht: DHT, node: DHTNode) -> tuple[str, ...]:
 
 async def known_nodes(_dht: DHT, node: DHTNode) -> int:
     return len(node.protocol.routing_table.uid_to_peer_id)
-
-
-async def refused_values(_dht: DHT, node: DHTNode) -> Counter[str]:
-    counts: Counter[str] = Counter()
-    for validator in getattr(node.protocol.record_validator, "_validators", ()):
-        counts.update(getattr(validator, "refused", ()))
-    counts.update(getattr(node.protocol.storage, "refused", ()))
-    return counts
 
 
 async def latest_values(
@@ -191,6 +182,7 @@ ASKING_SHARE = 0.9  # of a read's time is the search; the rest brings back what 
 START_MARGIN_S = 5.0
 POLL_S = 0.2
 CLEANUP_PATIENCE_S = 3.0
+LOST_REQUEST_S = 5.0
 
 
 class NoAnswer(EnvironmentFault):
@@ -204,18 +196,20 @@ def open_dht(
     listen: Sequence[str],
     announce: Sequence[str],
     client_mode: bool,
-    validator: RecordValidatorBase,
+    validator: RunRecordValidator,
     clock: RunClock,
     startup_s: float = 60.0,
     alone: bool = False,
     leads_time: bool = False,
     find_reach: FindReach | None = None,
+    entries: Sequence[str] = (),
 ) -> RunDHT:
     """Start a node and wait until it has joined; without bootstraps it is the first of its swarm.
 
     `alone`: start although no bootstrap can be reached; they are tried again all the time.
     `leads_time`: the others follow this node's clock, not it theirs.
     `find_reach`: asks others whether they reach this node; where they do not it only dials out.
+    `entries`: addresses of peers to join by, and to ask the time, instead of the bootstraps.
     Call it before CUDA is touched. Raises `InvalidInput` for an address that is none,
     `EnvironmentFault` when a port is in use, `BootstrapsSilent` when none answers; then nothing is
     left behind.
@@ -226,9 +220,9 @@ def open_dht(
     for address in bootstraps:
         bootstrap_address(address)
     check_ports(listen)
-    reachable = tuple[str, ...]()
+    reachable = tuple(entries)
     try:
-        if bootstraps:
+        if bootstraps and not entries:
             reachable = reachable_bootstraps(bootstraps, 0.0 if alone else startup_s)
     except BootstrapsSilent as error:
         if not alone:
@@ -272,13 +266,14 @@ def open_dht(
 class RunDHT(DHT):
     """hivemind's DHT with an owner, deadlines and a clean end. Made by `open_dht`.
 
-    local_network: whether its swarm is one of a local network, see `on_local_network`.
+    local_network: whether its swarm is one of a local network, see `on_local_network`. refused:
+    what its node refuses of others, by reason.
     """
 
     def __init__(
         self,
         options: DaemonOptions,
-        validator: RecordValidatorBase,
+        validator: RunRecordValidator,
         clock: RunClock,
         socket_folder: Path,
     ):
@@ -289,6 +284,7 @@ class RunDHT(DHT):
         self._ended = False
         self.reached = Reachability()  # as the child knows it
         self.local_network = on_local_network(options.bootstraps)
+        self.refused = validator.refused
         forking = multiprocessing.get_context("fork")
         self._sending = forking.RLock()
         self._daemon_pid = forking.RawValue("i", 0)
@@ -458,9 +454,6 @@ class RunDHT(DHT):
         """How many other nodes this one knows."""
         return self._ask(known_nodes, timeout_s)
 
-    def refused_values(self, timeout_s: float = QUESTION_LIMIT_S) -> Counter[str]:
-        return self._ask(refused_values, timeout_s)
-
     def close(self) -> None:
         """End the child and p2pd within five seconds and remove the sockets; twice does no harm."""
         if self._ended or os.getpid() != self._main_pid:
@@ -489,9 +482,11 @@ class RunDHT(DHT):
     def run(self) -> None:
         """The child: p2pd first, then hivemind's node on top of it, until told to stop."""
         leave_the_terminal()
-        threading.Thread(
+        watch = threading.Thread(
             target=watch_parent, args=(self._main_pid, self._end), name="parent watch", daemon=True
-        ).start()
+        )
+        watch.start()
+        protocol.RunProtocol.refused = self.refused
         owner = DaemonOwner(self._options, self._clock, on_death=self._end)
         try:
             owner.start()
@@ -504,6 +499,9 @@ class RunDHT(DHT):
         except DilocoxError as error:
             with contextlib.suppress(InvalidStateError):  # nobody waits any more
                 self._ready.set_exception(error)
+        except (EOFError, OSError):  # half a request: the main process was killed, or it soon is
+            watch.join(LOST_REQUEST_S)  # which ends this process and tidies up
+            raise
         finally:
             owner.stop()
 

@@ -8,15 +8,16 @@ alone, and `rpc_news` with those values that the asker does not know yet.
 hivemind answers any number of keys in one call. A key repeated 1,504 times made an answer that its
 client of p2pd refuses to send, in a way that keeps it in memory for good; so answers are bounded
 here, and `free_failed_answers` repairs the client for all calls, as `pass_over_late_answers` does
-for calls that are given up.
+for calls that are given up. Bounded is also how often one peer is answered.
 """
 
 import asyncio
 import hashlib
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 from hivemind.dht import node as hivemind_node
 from hivemind.dht.protocol import DHTProtocol
@@ -26,6 +27,7 @@ from hivemind.p2p import P2PContext, PeerID
 from hivemind.p2p.p2p_daemon_bindings.control import ControlClient
 from hivemind.proto import dht_pb2, p2pd_pb2
 
+from dilocox.dht.rpc import NODE_REFUSALS, Counts, RequestLimit, refusal_kind
 from dilocox.dht.storage import BoundedStorage
 from dilocox.dht.wire import MAX_ITEMS, Malformed, pack, unpack
 
@@ -77,12 +79,41 @@ class RunProtocol(DHTProtocol):
     """hivemind's protocol with bounds, `rpc_nearest` and `rpc_news`."""
 
     _rpc_handlers = None  # hivemind collects the calls of a class once, and would take its own
+    refused: ClassVar[Counts] = Counts(NODE_REFUSALS)  # in a node's process that node's
 
     @classmethod
     async def create(cls, *arguments: Any, **named: Any) -> "RunProtocol":
         protocol: Any = await super().create(*arguments, **named)
-        protocol.storage = BoundedStorage()
+        protocol.storage = BoundedStorage(cls.refused)
         return protocol
+
+    async def add_p2p_handlers(self, p2p: Any, wrapper: Any = None, **named: Any) -> None:
+        """As hivemind's, for so many calls of one peer, and counting those that are refused.
+
+        Around what others call, and not in it: hivemind's store and find ping for themselves.
+        """
+        self._collect_rpc_handlers()
+        handlers: Any = self._rpc_handlers
+        calls, limit = self if wrapper is None else wrapper, RequestLimit()
+        bounded = {
+            handler.method_name: self._bounded(getattr(calls, handler.method_name), limit)
+            for handler in handlers
+        }
+        hiveminds: Any = super()
+        await hiveminds.add_p2p_handlers(p2p, SimpleNamespace(**bounded), **named)
+
+    def _bounded(
+        self, call: Callable[[Any, P2PContext], Awaitable[Any]], limit: RequestLimit
+    ) -> Callable[[Any, P2PContext], Awaitable[Any]]:
+        async def answer(request: Any, context: P2PContext) -> Any:
+            try:
+                limit.check(str(context.remote_id))
+                return await call(request, context)
+            except Exception as error:  # the asker is told
+                self.refused.add(refusal_kind(error))
+                raise
+
+        return answer
 
     async def rpc_ping(
         self, request: dht_pb2.PingRequest, context: P2PContext

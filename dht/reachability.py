@@ -21,7 +21,6 @@ import logging
 import random
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, AsyncIterator, cast  # noqa: UP035 - hivemind knows this one only
@@ -32,7 +31,7 @@ from hivemind.proto import runtime_pb2
 from dilocox.dht.addresses import Reachability, ReachKind
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.invite import MAX_INVITE_ADDRESSES, TcpAddress, invite_addresses, listen_address
-from dilocox.dht.rpc import CallRefused, chunk_of, pack, reply, unpack
+from dilocox.dht.rpc import CallRefused, RequestLimit, chunk_of, pack, refusal_kind, reply, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +138,8 @@ CALLS_IN_A_WHILE, A_WHILE_S = 6, 10.0  # dial-backs of one caller
 BANDWIDTH_LIMIT_S, BANDWIDTH_LIMIT_BYTES = 10.0, 16 << 20
 BANDWIDTH_HOUR_BYTES = 256 << 20  # for all callers: a volunteer may pay for its traffic
 CHUNK = bytes(256 << 10)
+PROBE_REFUSALS = ("question", "often", "busy")
+"""Why a peer refuses to dial back, or to measure."""
 
 
 class Probe(ServicerBase):
@@ -149,23 +150,25 @@ class Probe(ServicerBase):
         p2p: P2P,
         *,
         now: Callable[[], float],
+        refuse: Callable[[str], object],
         busy: Callable[[], bool] = lambda: False,
         bootstraps: Collection[str] | None = (),
         local_network: bool = False,
     ):
         """What it takes from its owner.
 
-        now: run time. busy: whether this peer needs its link for itself, as in an exchange.
+        now: run time. refuse: counts what is refused, by reason. busy: whether this peer needs its
+        link for itself, as in an exchange.
         bootstraps: peer ids on whose word others are dialled; None on a bootstrap itself.
         local_network: whether they may have any address dialled, none but public ones otherwise.
         """
         self._p2p = p2p
         self._now = now
+        self._refuse = refuse
         self._busy = busy
         self._bootstraps = bootstraps
         self._local_network = local_network
-        self._calls: Counter[str] = Counter()
-        self._calls_since = 0.0
+        self._dial_backs = RequestLimit(CALLS_IN_A_WHILE, A_WHILE_S)
         self._dialling = 0
         self._measuring_until = 0.0
         self._measured_bytes, self._measured_since = 0, time.monotonic()
@@ -187,10 +190,10 @@ class Probe(ServicerBase):
                     raise CallRefused("only a bootstrap may ask for others")
                 told = texts(want["seen"])
                 seen = frozenset(ip for ip in told if self._local_network or _is_global(ip))
-            elif not self._admits(caller):
-                raise CallRefused("asked too often")
+            else:
+                self._dial_backs.check(caller)
             if self._dialling >= DIAL_BACKS_AT_ONCE:
-                raise CallRefused("too many at once")
+                raise CallRefused("too many at once", "busy")
             # who was reached before is not declared unreachable on the word of strangers
             alone = self._bootstraps is not None or want.get("again") is True
             strangers = () if alone else _others(known, caller, seen)
@@ -200,7 +203,7 @@ class Probe(ServicerBase):
             finally:
                 self._dialling -= 1
         except CallRefused as refused:
-            return reply({"refused": str(refused)})
+            return self._refused(refused)
 
     async def _dialled(
         self, named: Sequence[str], seen: frozenset[str], others: Sequence[str]
@@ -221,12 +224,9 @@ class Probe(ServicerBase):
         told = {"seen": sorted(seen), "worked": list(worked), "asked": max(1, verdict.asked)}
         return told | {"alone": verdict.asked == 0}
 
-    def _admits(self, caller: str) -> bool:
-        if time.monotonic() - self._calls_since > A_WHILE_S:
-            self._calls.clear()
-            self._calls_since = time.monotonic()
-        self._calls[caller] += 1
-        return self._calls[caller] <= CALLS_IN_A_WHILE
+    def _refused(self, error: Exception) -> runtime_pb2.ExpertResponse:
+        self._refuse(refusal_kind(error))
+        return reply({"refused": str(error) or "nothing came"})
 
     # ---- how fast is the way ---------------------------------------------------------------------
     async def rpc_bandwidth_down(
@@ -245,7 +245,7 @@ class Probe(ServicerBase):
                         break
                     yield reply({}, CHUNK)
         except CallRefused as refused:
-            yield reply({"refused": str(refused)})
+            yield self._refused(refused)
 
     async def rpc_bandwidth_up(
         self, request: AsyncIterator[runtime_pb2.ExpertRequest], context: P2PContext
@@ -266,17 +266,17 @@ class Probe(ServicerBase):
                         taken += len(chunk_of(frame))
                 return reply({"bytes": taken, "seconds": time.monotonic() - started})
         except (CallRefused, StopAsyncIteration, asyncio.TimeoutError) as refused:
-            return reply({"refused": str(refused) or "nothing came"})
+            return self._refused(refused)
 
     @contextlib.contextmanager
     def _link(self) -> Generator[None]:
         now = time.monotonic()
         if now < self._measuring_until or self._busy():
-            raise CallRefused("this peer needs its link now: ask later")
+            raise CallRefused("this peer needs its link now: ask later", "busy")
         if now - self._measured_since > 3600.0:
             self._measured_bytes, self._measured_since = 0, now
         if self._measured_bytes >= BANDWIDTH_HOUR_BYTES:
-            raise CallRefused("this peer has measured enough for an hour: ask another one")
+            raise CallRefused("this peer has measured enough for an hour: ask another one", "busy")
         self._measured_bytes += BANDWIDTH_LIMIT_BYTES
         # a time, not a flag: who stops reading never lets this go on to its end
         self._measuring_until = now + 2 * BANDWIDTH_LIMIT_S

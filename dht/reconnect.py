@@ -12,13 +12,14 @@ import hashlib
 import logging
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import zip_longest
 
 from hivemind.p2p import P2P, PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
+from dilocox.dht.addresses import MAX_ENTRIES
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.invite import bootstrap_address
 from dilocox.dht.reachability import allowed_ips, ask_time
@@ -61,6 +62,18 @@ def dial_targets(
     turns = zip_longest(before_me_first, drawn(heads, me), drawn(rest, me))
     order = [*drawn(everybody, "")[:COMMON], *(peer for turn in turns for peer in turn if peer)]
     return {peer: everybody[peer] for peer in list(dict.fromkeys(order))[:MAX_DIALLED]}
+
+
+def entries_among(
+    stages: Mapping[int, Mapping[str, StageRecord]], me: str, own_stage: int, first: Collection[str]
+) -> list[str]:
+    """Addresses of some peers by whom this one may join again while no bootstrap can be reached.
+
+    first: who is to stand before others, as known to have trained.
+    """
+    targets = dial_targets(stages, me, own_stage)
+    order = sorted(targets, key=lambda peer: peer not in first)
+    return [address for peer in order for address in targets[peer]][:MAX_ENTRIES]
 
 
 def relays_between(

@@ -4,8 +4,8 @@ All calls are hivemind P2P calls in the averager's namespace. A frame's metadata
 bulk comes in chunks. Whatever goes wrong on the way becomes a ConnectionError: p2pd, hivemind and
 asyncio have a dozen names for a peer that is gone, and none of them is a fault of ours.
 
-`Counts` are moved by the averaging process and read by the trainer's: bytes, refusals. `LoopThread`
-is for a process that does other work than calling peers.
+`Counts` are moved by one process and read by the trainer's: bytes, refusals. `RequestLimit` is how
+often one peer may ask. `LoopThread` is for a process that does other work than calling peers.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import logging
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -47,8 +48,25 @@ REFUSALS = (
     "record",
     "admission",
     "ticket",
+    "often",
 )
 """Why the averaging process refuses what another peer sent."""
+NODE_REFUSALS = (
+    "size",
+    "malformed",
+    "signature",
+    "expiry",
+    "key",
+    "run",
+    "owner",
+    "type",
+    "manifest",
+    "crowded",
+    "full",
+    "question",
+    "often",
+)
+"""Why the DHT node refuses, or keeps no longer, what another peer wants stored, or its question."""
 
 _KINDS = {"record": "record", "certificate": "record", "history": "record", "state": "state"}
 
@@ -74,6 +92,41 @@ class Counts:
         return int(self._counts.sum())
 
 
+# By benchmarks/dht_traffic.py a peer asks one node at most 11 times in 10 s in swarms of 3 to 200,
+# and 434 times where the heartbeat is the shortest that a manifest may have, 0.1 s. Not in it are
+# matchmaking's searches, a few a second for some seconds, and those of a start. Of the calls of an
+# exchange one member gets a few tens at most from each of the others.
+ASKED_BY_ONE, ASKED_WITHIN_S = 1000, 10.0
+MAX_ASKERS = 4096  # that are told apart
+
+
+class RequestLimit:
+    """So many requests of one asker in a while, counted anew from while to while.
+
+    Keys cost nothing: this bounds what one peer can take, not what a crowd of keys can. Nor can
+    that fill memory: where too many ask in one while, it ends early.
+    """
+
+    def __init__(self, most: int = ASKED_BY_ONE, within_s: float = ASKED_WITHIN_S):
+        self._most = most
+        self._within_s = within_s
+        self._since = 0.0
+        self._asked: Counter[str] = Counter()
+
+    def check(self, asker: str) -> None:
+        """Count a request of this peer id; raises CallRefused (often) for one too many."""
+        now = time.monotonic()
+        crowd = len(self._asked) >= MAX_ASKERS and asker not in self._asked
+        if crowd or now - self._since > self._within_s:
+            self._asked.clear()
+            self._since = now
+        self._asked[asker] += 1
+        if self._asked[asker] > self._most:
+            raise CallRefused(
+                f"asked too often: {self._most} times in {self._within_s:g} s are answered", "often"
+            )
+
+
 def byte_kind(what: object) -> str:
     return _KINDS.get(str(what), "averaging")
 
@@ -95,7 +148,12 @@ def handler_name(namespace: str, method: str) -> str:
 
 
 class CallRefused(ValueError):
-    """What a peer sent in a call, its request or its answer, is not as it must be."""
+    """What a peer sent in a call, its request or its answer, is not as it must be; `kind` is one
+    word for the metric."""
+
+    def __init__(self, reason: str, kind: str = "question"):
+        super().__init__(reason)
+        self.kind = kind
 
 
 class TooSlow(ConnectionError):
@@ -107,6 +165,11 @@ class PeerBusy(ConnectionError):
 
     Who is busy may well have what it claims, but is not believed for ever: see BUSY_LIFETIMES.
     """
+
+
+def refusal_kind(error: Exception) -> str:
+    """What a question that is not answered is counted as."""
+    return error.kind if isinstance(error, CallRefused) else "question"
 
 
 REFUSED = (ConnectionError, ValueError, asyncio.TimeoutError)

@@ -10,13 +10,14 @@ keys takes no place of those that were here before it. The manifest alone has no
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.utils import timed_storage  # pyright: ignore[reportMissingTypeStubs]
+
+from dilocox.dht.rpc import Counts
 
 KEYS_OF_OWNER = 256
 BYTES_OF_OWNER = 512 << 10
@@ -34,11 +35,11 @@ class _Held:
 
 
 class BoundedStorage(DHTLocalStorage):
-    """hivemind's, with the bounds above; `refused` counts what they let not in, by reason."""
+    """hivemind's, with the bounds above; `refused` counts what they let not in."""
 
-    def __init__(self) -> None:
+    def __init__(self, refused: Counts) -> None:
         super().__init__()
-        self.refused = Counter[str]()
+        self._refused = refused
         self.bytes_held = 0
         self._owners: dict[Any, dict[DHTID, _Held]] = {}  # in the order in which they came
         self._looked_at = 0.0
@@ -57,7 +58,7 @@ class BoundedStorage(DHTLocalStorage):
             self._drop(subkey, gone)
         self._forget(subkey, key)
         while len(own) >= KEYS_OF_OWNER or _bytes(own) + new.size > BYTES_OF_OWNER:
-            self.refused["crowded"] += 1
+            self._refused.add("crowded")
             self._drop(subkey, min(own, key=lambda each: own[each].expires_at))
         own[key] = new
         self.bytes_held += new.size
@@ -81,7 +82,7 @@ class BoundedStorage(DHTLocalStorage):
                     del self._owners[owner]
         while self.bytes_held > BYTES_OF_ALL:
             last = next(reversed(self._owners))
-            self.refused["full"] += 1
+            self._refused.add("full")
             for key in list(self._owners[last]):
                 self._drop(last, key)
             del self._owners[last]

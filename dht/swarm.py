@@ -65,6 +65,11 @@ class Swarm:
         self._reading = threading.Lock()
         self._seen: dict[str, dict[str, _Seen[Record]]] = {}
 
+    @property
+    def all_refused(self) -> Counter[str]:
+        """What was refused of others, here and by the node; without what never was."""
+        return self.refused + Counter(self._dht.refused.read())
+
     def time(self) -> float:
         """Run time, in seconds."""
         return self._clock.time()

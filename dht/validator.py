@@ -12,7 +12,7 @@ whole answer when one value in it is refused.
 import contextlib
 import hashlib
 import logging
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 
 from hivemind.dht.validation import (  # pyright: ignore[reportMissingTypeStubs]
     DHTRecord,
@@ -31,6 +31,7 @@ from dilocox.dht.records import (
     parse_key,
 )
 from dilocox.dht.records import manifest_key as manifest_key_of
+from dilocox.dht.rpc import NODE_REFUSALS, Counts
 from dilocox.dht.wire import (
     MAX_VALUE_BYTES,
     Envelope,
@@ -53,11 +54,12 @@ REMEMBERED_VALUES = 8192
 
 
 class RunRecordValidator(RecordValidatorBase):
-    """Accepts what belongs to one run; `refused` counts the rest by reason."""
+    """Accepts what belongs to one run; `refused` counts the rest by reason, as all does that the
+    node refuses, and is shared with its process."""
 
     def __init__(self, run: str, identity: Identity):
         self.run = run
-        self.refused: Counter[str] = Counter()
+        self.refused = Counts(NODE_REFUSALS, shared=True)
         self._identity = identity
         self._manifest_key_id = key_id(manifest_key_of(run))
         self._revision = 0  # of the manifest, the highest that was seen
@@ -70,7 +72,7 @@ class RunRecordValidator(RecordValidatorBase):
         try:
             self._check(record)
         except Refused as reason:
-            self.refused[reason.kind] += 1
+            self.refused.add(reason.kind)
             logger.debug("refused a value of the DHT: %s", reason)
             return False
         return True

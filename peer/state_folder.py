@@ -42,6 +42,10 @@ class StateFolder:
         """The newest signed manifest of a run that was seen here."""
         return self.path / f"{run}.signed"
 
+    def entries(self, run: str) -> Path:
+        """Addresses of other peers of a run, as they were when this one was last in it."""
+        return self.path / f"{run}.entries"
+
     @property
     def paused(self) -> bool:
         """Whether its peer is to rest until somebody resumes it."""

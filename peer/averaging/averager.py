@@ -53,7 +53,7 @@ from dilocox.compression.workers import Workers
 from dilocox.dht.addresses import Reachability
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.node_process import BlockingPipe, leave_the_terminal, shared_zeros, watch_parent
-from dilocox.dht.reachability import Probe, find_reach
+from dilocox.dht.reachability import PROBE_REFUSALS, Probe, find_reach
 from dilocox.dht.reconnect import Redialler, Targets
 from dilocox.dht.records import averaging_prefix
 from dilocox.dht.rpc import BYTE_KINDS, REFUSALS, Client, Counts, handler_name
@@ -107,6 +107,7 @@ class StageBuffers:
     sent: Counts  # payload bytes by kind
     received: Counts  # likewise
     refused: Counts  # what other peers sent, by reason
+    probe_refused: Counts  # likewise, what they asked of `Probe`
 
     @classmethod
     def allocate(cls, numel: int) -> StageBuffers:
@@ -118,6 +119,7 @@ class StageBuffers:
             sent=Counts(BYTE_KINDS, shared=True),
             received=Counts(BYTE_KINDS, shared=True),
             refused=Counts(REFUSALS, shared=True),
+            probe_refused=Counts(PROBE_REFUSALS, shared=True),
         )
 
 
@@ -285,6 +287,7 @@ class StageAverager(PeerService, DecentralizedAverager):
         probe = Probe(
             self._p2p,
             now=hivemind_control.get_dht_time,
+            refuse=self._buffers.probe_refused.add,
             busy=lambda: any(attempt.running for attempt in self.attempts.values()),
             bootstraps=self.local.dht.bootstraps,
             local_network=self.local.dht.local_network,

@@ -9,15 +9,20 @@ dht/reachability.py).
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 
+from dilocox.dht.addresses import keep_entries
 from dilocox.dht.reachability import REACHED, ReachWatch
-from dilocox.dht.reconnect import Targets, dial_targets
+from dilocox.dht.reconnect import Targets, dial_targets, entries_among
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.averager import StageAverager
 from dilocox.peer.averaging.local_peer import LocalPeer
+from dilocox.peer.state_folder import StateFolder
 from dilocox.pipeline.candidates import cannot_be_reached
 
 logger = logging.getLogger(__name__)
+
+NOTE_AGAIN_S = 60.0
 
 
 class Connectivity:
@@ -28,6 +33,8 @@ class Connectivity:
         self._averager = averager
         self._dialled: Targets = {}
         self._shut = False
+        self._noted: list[str] = []
+        self._noted_at = float("-inf")
         self._watch = ReachWatch(
             averager.check_reach,
             reached=local.reach.kind in REACHED,
@@ -35,9 +42,12 @@ class Connectivity:
             now=local.clock.monotonic(),
         )
 
-    def look(self, view: SwarmView) -> None:
-        """Keep those to others open where they cannot open them; say where there are none."""
+    def look(self, view: SwarmView, proven: Collection[str] = ()) -> None:
+        """Keep those to others open where they cannot open them; say where there are none. Note for
+        the next start by whom to join; proven: first by those who have trained.
+        """
         local = self._local
+        self._note(entries_among(view.stages, local.me, local.stage, proven))
         if not local.client_mode:
             return
         targets = dial_targets(view.stages, local.me, local.stage)
@@ -53,6 +63,13 @@ class Connectivity:
                 local.stage,
             )
         self._shut = shut
+
+    def _note(self, entries: list[str]) -> None:
+        now = self._local.clock.monotonic()
+        if entries and entries != self._noted and now >= self._noted_at + NOTE_AGAIN_S:
+            self._noted, self._noted_at = entries, now
+            folder = StateFolder(self._local.options.state)
+            keep_entries(folder.entries(self._local.run), entries)
 
     def lost(self, now: float) -> bool:
         """Whether others do not reach this peer, which did not start as one that they cannot."""

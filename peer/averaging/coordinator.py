@@ -452,7 +452,8 @@ class Coordinator(threading.Thread):
                 others_in_view=len(self.driver.rivals(view)),
                 bootstrap_answered=looked.bootstrap,
             )
-            self._connectivity.look(view)
+            members = newest.members if newest is not None else ()
+            self._connectivity.look(view, {member.peer for member in members})
         evaluated = [
             (record.val_round, record.val_loss)
             for record in said.replicas.values()

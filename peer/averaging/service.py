@@ -27,6 +27,7 @@ from dilocox.dht.rpc import (
     MAX_METADATA_BYTES,
     CallRefused,
     Counts,
+    RequestLimit,
     byte_kind,
     chunk_of,
     reply,
@@ -77,6 +78,13 @@ class PeerService(ServicerBase):
         return Uploads()
 
     @cached_property
+    def requests(self) -> RequestLimit:
+        """Of all but `rpc_get`: who walks a chain asks for one header after the other, as fast as
+        they come, and what is long has its places.
+        """
+        return RequestLimit()
+
+    @cached_property
     def pool(self) -> ThreadPoolExecutor:
         """One thread for codecs and arithmetic; made here, for a fork would lose its thread."""
         return ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
@@ -99,6 +107,7 @@ class PeerService(ServicerBase):
     async def _take(
         self, peer: str, request: AsyncIterator[runtime_pb2.ExpertRequest]
     ) -> runtime_pb2.ExpertResponse:
+        self.requests.check(peer)
         first = await anext(aiter(request), None)
         if first is None:
             raise CallRefused("nothing was sent")
@@ -131,6 +140,7 @@ class PeerService(ServicerBase):
         self, request: runtime_pb2.ExpertRequest, context: P2PContext
     ) -> runtime_pb2.ExpertResponse:
         """Signed votes of a running attempt, or the words of the means that a member holds."""
+        self.check_requests(context)
         try:
             header = unpack(request)
             attempt = await self.find_attempt(header.get("group"))
@@ -146,6 +156,7 @@ class PeerService(ServicerBase):
         self, request: runtime_pb2.ExpertRequest, context: P2PContext
     ) -> runtime_pb2.ExpertResponse:
         """How this peer, and those it heard, voted in an attempt."""
+        self.check_requests(context)
         try:
             question = unpack(request)
             number, tried = question["round"], question["attempt"]
@@ -169,6 +180,7 @@ class PeerService(ServicerBase):
         self, request: runtime_pb2.ExpertRequest, context: P2PContext
     ) -> AsyncIterator[runtime_pb2.ExpertResponse]:
         """A heartbeat every half second, for as long as an attempt can take."""
+        self.check_requests(context)
         deadlines = self.local.manifest.deadlines
         end = time.monotonic() + 2 * (deadlines.longest_exchange_s + deadlines.vote_s)
         while time.monotonic() < end:
@@ -249,6 +261,11 @@ class PeerService(ServicerBase):
             self.refused.add(refusal(error))
             raise
 
+    def check_requests(self, context: P2PContext) -> None:
+        """Raise CallRefused for one request of a peer too many, which is counted."""
+        with self.counting_refusals():
+            self.requests.check(str(context.remote_id))
+
     async def find_attempt(self, group: object) -> Attempt:
         """The running attempt of a group, waiting a little for one that is about to start."""
         deadline = time.monotonic() + GROUP_WAIT_S
@@ -278,6 +295,8 @@ def refusal(error: Exception) -> str:
             return "record"
         case asyncio.TimeoutError() | ConnectionError():
             return "late"
+        case CallRefused(kind="often"):
+            return "often"
         case _:
             return "frame"
 

@@ -35,9 +35,9 @@ from hivemind.utils import timed_storage
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.node import RunDHT, daemon_address
-from dilocox.dht.reachability import Probe
+from dilocox.dht.reachability import PROBE_REFUSALS, Probe
 from dilocox.dht.records import ClaimRecord, averaging_prefix, claim_key
-from dilocox.dht.rpc import Client, LoopThread, byte_kind, handler_name
+from dilocox.dht.rpc import Client, Counts, LoopThread, byte_kind, handler_name
 from dilocox.dht.swarm import Swarm
 from dilocox.peer.chain.archive import StageArchive
 from dilocox.peer.chain.history_keeper import HistoryKeeper
@@ -101,6 +101,7 @@ class Keeper:
     """The thread, the stages that are kept, and their service.
 
     `claims`: what is to be told of the stages; set whole. `served`, `refused`: see ArchiveService.
+    `probe_refused`: what was asked of `Probe`, by reason.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Keeper:
         self.claims: Mapping[int, ClaimRecord] = {}
         self.served: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
+        self.probe_refused = Counts(PROBE_REFUSALS)
         self._run = run
         self._me = me
         self._witness = witness
@@ -169,7 +171,12 @@ class Keeper:
     # ---- in the archive's thread -----------------------------------------------------------------
     async def _begin(self) -> None:
         p2p = self._thread.p2p
-        probe = Probe(p2p, now=timed_storage.get_dht_time, bootstraps=None)
+        probe = Probe(
+            p2p,
+            now=timed_storage.get_dht_time,
+            refuse=self.probe_refused.add,
+            bootstraps=None,
+        )
         await probe.add_p2p_handlers(p2p)
         self._take_up()
 

@@ -13,7 +13,6 @@ import logging
 import os
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -363,13 +362,13 @@ class Beside:
             self._measured_at = self._looked_at
             archive_bytes = bytes_by_stage(self._folder)
         refused = {
-            "dht": self._swarm.refused.copy(),
-            "archive": Counter[str]() if keeper is None else keeper.refused.copy(),
+            "dht": self._swarm.all_refused,
+            "archive": {} if keeper is None else keeper.refused.copy(),
+            "probe": {} if keeper is None else keeper.probe_refused.read(),
         }
         dht_peers, not_ready = None, "" if keeper else "the archive does not run"
         try:
             dht_peers = self._dht.known_nodes(ASK_LIMIT_S)
-            refused["dht"] += self._dht.refused_values(ASK_LIMIT_S)
         except EnvironmentFault as error:
             dht_peers, not_ready = None, str(error)
         child = cast("int | None", self._dht.pid)  # pyright: ignore[reportUnknownMemberType]

@@ -177,7 +177,8 @@ class PeerMetrics:
             {
                 "pipeline": self.network.refused + self.reservation.refused.copy(),
                 "averaging": self.buffers.refused.read(),
-                "dht": self.local.swarm.refused.copy(),
+                "probe": self.buffers.probe_refused.read(),
+                "dht": self.local.swarm.all_refused,
             }
         )
 

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from dilocox import __version__
-from dilocox.dht.addresses import BETWEEN_TRIES_S, wait_for_bootstrap
+from dilocox.dht.addresses import BETWEEN_TRIES_S, kept_entries, wait_for_entry
 from dilocox.dht.errors import BootstrapsSilent, EnvironmentFault
 from dilocox.dht.identity import Identity
 from dilocox.dht.join import Joined, join_run
@@ -289,7 +289,7 @@ class Assembly:
 
 def run_peer(options: PeerOptions) -> int:
     """Take part in a run until it ends or a signal comes; the exit code."""
-    folder = StateFolder(options.state)
+    folder, run = StateFolder(options.state), options.invite.run_id
     if options.threads:
         torch.set_num_threads(options.threads)
     if options.metrics_port:
@@ -299,14 +299,17 @@ def run_peer(options: PeerOptions) -> int:
         identity = Identity.load_or_create(folder.identity)
         listen = [f"/ip4/{options.host}/tcp/{options.port}"]
         try:
-            if folder.took_part(options.invite.run_id):  # who starts again is not to be lost
-                wait_for_bootstrap(options.invite.bootstraps)
+            entries = tuple[str, ...]()
+            if folder.took_part(run):  # who starts again is not to be lost
+                known = kept_entries(folder.entries(run))
+                entries = wait_for_entry(options.invite.bootstraps, known)
             with join_run(
                 options.invite,
                 identity,
                 listen=listen,
                 announce=options.announce,
-                kept=folder.manifest(options.invite.run_id),
+                kept=folder.manifest(run),
+                entries=entries,
             ) as joined:
                 try:
                     _take_part(options, joined, folder, stop)
@@ -317,7 +320,7 @@ def run_peer(options: PeerOptions) -> int:
         except StopRequested:
             logger.info("left: stopped on request, before training began")
         except BootstrapsSilent as error:  # they went away while this peer joined
-            if not folder.took_part(options.invite.run_id):
+            if not folder.took_part(run):
                 raise
             logger.warning("%s; trying again", error)
             if stop.event.wait(BETWEEN_TRIES_S):
@@ -331,7 +334,7 @@ def run_peer(options: PeerOptions) -> int:
                 logger.info("left: stopped on request")
                 return 0
             if isinstance(reason, Move):
-                folder.note_stage(options.invite.run_id, reason.stage)
+                folder.note_stage(run, reason.stage)
                 logger.warning("moving to stage %d, which has the fewest peers", reason.stage)
             else:
                 logger.warning("restarting with the revised manifest")

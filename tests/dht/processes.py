@@ -38,10 +38,21 @@ def opened():
     print(json.dumps(facts), flush=True)
     return dht
 
+class Torn:
+    # A request with a pipe or a future in it asks the main process for more as it is read.
+    def __reduce__(self):
+        return (fail, ())
+
+def fail():
+    raise EOFError
+
 dht = opened()
 for line in sys.stdin:
     if line.strip() == "raise":
         raise RuntimeError("the main program failed")
+    if line.strip() == "die":
+        dht._outer_pipe.send(Torn())
+        os.kill(os.getpid(), signal.SIGKILL)
     if line.strip() == "ping":
         print(json.dumps(dht.visible_addresses()), flush=True)
     if line.strip() == "close":

@@ -5,6 +5,7 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 from hivemind.dht.protocol import DHTProtocol
-from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import P2P, P2PDaemonError
 from hivemind.utils import timed_storage
 
@@ -24,6 +25,7 @@ from dilocox.dht.manifest import Manifest, SignedManifest
 from dilocox.dht.node import NoAnswer, RunDHT, StoredValue
 from dilocox.dht.records import PartRecord, StageRecord, part_key, stage_key
 from dilocox.dht.swarm import Swarm
+from dilocox.dht.validator import RunRecordValidator
 from dilocox.dht.wire import seal
 from tests.pipeline.swarms import stage_record
 
@@ -43,7 +45,7 @@ class SkewedClock(RunClock):
         return super().time() + SKEW_S
 
 
-class AnythingGoes(RecordValidatorBase):
+class AnythingGoes(RunRecordValidator):
     """The validator of a peer that lies."""
 
     def validate(self, record: DHTRecord) -> bool:
@@ -71,8 +73,9 @@ def second(open_node: OpenNode, volunteer: Identity, first: Node) -> Node:
 
 
 @pytest.fixture(scope="module")
-def liar(open_node: OpenNode, stranger: Identity, first: Node, second: Node) -> Node:
-    return open_node(stranger, bootstraps=first[0].visible_addresses(), validator=AnythingGoes())
+def liar(open_node: OpenNode, stranger: Identity, first: Node, second: Node, run: str) -> Node:
+    validator = AnythingGoes(run, stranger)
+    return open_node(stranger, bootstraps=first[0].visible_addresses(), validator=validator)
 
 
 def test_clock_minutes_off_is_corrected_before_the_node_joins(first: Node, second: Node):
@@ -134,12 +137,12 @@ def test_forged_records_are_refused_by_honest_nodes(
     victim = peer_id_bytes_of(operator.public_key)
     payload = PartRecord(part=7, position=666).encode()
     forged = seal(stranger, key=key, sequence=1, expires_at=expires_at, payload=payload)
-    before = first[0].refused_values()
+    before = Counter(first[0].refused.read())
     for value in (forged, forged[:-1] + bytes([forged[-1] ^ 1]), b"junk", bytes(20_000)):
         liar[0].put_many([StoredValue(key, value, expires_at, victim)], timeout_s=10.0)
     assert first[1].read(key, PartRecord) == {}
     assert not first[1].refused
-    refused = first[0].refused_values() - before
+    refused = first[1].all_refused - before
     assert set(refused) >= {"owner", "malformed"}
 
 
@@ -260,6 +263,21 @@ def test_bootstrap_of_another_peer_id_is_refused(
     address = first[0].visible_addresses()[0].rpartition("/")[0] + f"/{stranger.peer_id}"
     with pytest.raises(BootstrapsSilent, match="no bootstrap of that peer id"):
         open_node(volunteer, bootstraps=(address,))
+
+
+def test_a_node_joins_by_peers_while_its_bootstrap_is_away(
+    open_node: OpenNode, second: Node, volunteer: Identity, run: str, tmp_path: Path
+):
+    identity = Identity.load_or_create(tmp_path / "identity.key")
+    gone = f"/ip4/127.0.0.1/tcp/1/p2p/{identity.peer_id}"
+    with pytest.raises(BootstrapsSilent):
+        open_node(identity, bootstraps=[gone], startup_s=0.5)
+    entries = second[0].visible_addresses()
+    dht, swarm, clock = open_node(identity, bootstraps=[gone], entries=entries, clock=SkewedClock())
+    assert abs(clock.time() - second[2].time()) < 0.5
+    assert second[1].publish(stage_key(run, 70), stage_record(), 60)
+    assert swarm.read(stage_key(run, 70), StageRecord) == {volunteer.peer_id: stage_record()}
+    assert not dht.bootstrap_answers(2.0)
 
 
 def test_first_ping_that_comes_too_late_is_followed_by_another(

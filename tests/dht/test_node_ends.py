@@ -28,6 +28,13 @@ def start(key_file: Path) -> Iterator[Callable[..., NodeProgram]]:
 Start = Callable[..., NodeProgram]
 
 
+def test_main_process_killed_in_the_middle_of_a_request_leaves_nothing(start: Start):
+    program = start()
+    program.tell("die")
+    program.process.wait(LIMIT_S)
+    wait_until(lambda: not program.left(), LIMIT_S)
+
+
 @pytest.mark.parametrize("p2pd_goes_first", [False, True])
 def test_killed_main_process_leaves_nothing(start: Start, p2pd_goes_first: bool):
     program = start()

@@ -5,6 +5,7 @@
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -18,6 +19,7 @@ from dilocox.dht.identity import Identity
 from dilocox.dht.node import RunDHT
 from dilocox.dht.protocol import MAX_ANSWER_BYTES, MAX_KEYS, RunProtocol
 from dilocox.dht.records import PartRecord, key_id, part_key
+from dilocox.dht.rpc import ASKED_BY_ONE, NODE_REFUSALS, CallRefused, Counts
 from dilocox.dht.swarm import Swarm
 
 Node = tuple[RunDHT, Swarm, RunClock]
@@ -158,6 +160,66 @@ def run_of_keys(asked: Node, run: str) -> list[bytes]:
     keys = [part_key(run, part) for part in range(MAX_KEYS + 1)]
     assert asked[1].publish(keys[0], PartRecord(part=0, position=1), 60)
     return [key_id(key) for key in keys]
+
+
+def test_questions_that_are_refused_are_counted_where_metrics_read_it(
+    asked: Node, stranger_node: Node, operator: Identity
+):
+    before = asked[1].all_refused
+    for call in ("rpc_find", "rpc_nearest", "rpc_news"):
+        with pytest.raises(P2PHandlerError, match="keys, at most 64"):
+            run_in(stranger_node, find, peer=operator.peer_id, keys=[bytes(20)] * 2, call=call)
+    misaligned = dht_pb2.StoreRequest(keys=[bytes(20)]).SerializeToString()
+    with pytest.raises(P2PHandlerError):
+        run_in(stranger_node, tell, peer=operator.peer_id, kind="Store", request=misaligned)
+    assert asked[1].all_refused - before == {"question": 4}
+
+
+class Handlers:
+    """In the place of p2pd: what a node answers, by name."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, Callable[..., Any]] = {}
+
+    async def add_protobuf_handler(self, name: str, call: Any, *_: object, **__: object) -> None:
+        self.calls[name.removeprefix(f"{RunProtocol.__name__}.")] = call
+
+
+def test_a_peer_that_asks_too_often_is_told_so_and_the_others_are_answered(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """All calls count together; hivemind's pings within a store and a find do not."""
+    monkeypatch.setattr(RunProtocol, "refused", Counts(NODE_REFUSALS))
+    monkeypatch.setattr(RunProtocol, "update_routing_table", nothing)
+    peer, other = (SimpleNamespace(remote_id=PeerID(b"\x12\x20" + bytes([n]) * 32)) for n in (1, 2))
+    me = dht_pb2.NodeInfo(node_id=DHTID.generate(source=peer.remote_id.to_bytes()).to_bytes())
+    requests: dict[str, Any] = {
+        "rpc_ping": dht_pb2.PingRequest(peer=me),
+        "rpc_store": dht_pb2.StoreRequest(peer=me),
+        "rpc_find": dht_pb2.FindRequest(peer=me),
+        "rpc_nearest": dht_pb2.FindRequest(peer=me),
+        "rpc_news": dht_pb2.FindRequest(peer=me),
+    }
+
+    async def scene() -> None:
+        p2p = Handlers()
+        await RunProtocol.create(p2p, DHTID(1), 20, 5, 5, 1.0, record_validator=None)
+        assert p2p.calls.keys() == requests.keys()
+        for number in range(ASKED_BY_ONE):
+            call = list(requests)[number % len(requests)]
+            await p2p.calls[call](requests[call], peer)
+        for call, request in requests.items():
+            with pytest.raises(CallRefused, match="asked too often: 1000 times in 10 s"):
+                await p2p.calls[call](request, peer)
+            await p2p.calls[call](request, other)
+
+    asyncio.run(scene())
+    refused = {kind: count for kind, count in RunProtocol.refused.read().items() if count}
+    assert refused == {"often": len(requests)}
+
+
+async def nothing(*_: object, **__: object) -> None:
+    pass
 
 
 def test_an_answer_stays_within_its_bound(asked: Node, stranger_node: Node, operator: Identity):

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from hivemind.p2p import P2P
+from hivemind.proto import runtime_pb2
 
 from dilocox.dht import reachability
 from dilocox.dht.addresses import Reachability, ReachKind
@@ -68,7 +69,8 @@ def run(scene: Callable[[list[P2P]], Awaitable[Any]], count: int = 2) -> Any:
 
 
 async def serve(p2p: P2P, **options: Any) -> Probe:
-    probe = Probe(p2p, **{"now": time.time, "bootstraps": None, **options})
+    given = {"now": time.time, "refuse": lambda _: None, "bootstraps": None, **options}
+    probe = Probe(p2p, **given)
     await probe.add_p2p_handlers(p2p)
     return probe
 
@@ -255,13 +257,49 @@ def test_a_bootstrap_has_nobody_look_into_its_own_network(
 
 def test_a_peer_is_not_dialled_back_as_often_as_it_likes() -> None:
     async def scene(peers: list[P2P]) -> None:
-        await serve(peers[0])
+        await serve(peers[0], refuse=refused.append)
         question = {"addresses": []}
         for _ in range(CALLS_IN_A_WHILE):
             await asked_to_dial(peers[1], peers[0].peer_id, question, LIMIT_S)
         with pytest.raises(ConnectionError, match="too often"):
             await asked_to_dial(peers[1], peers[0].peer_id, question, LIMIT_S)
 
+    refused: list[str] = []
+    run(scene)
+    assert refused == ["often"]
+
+
+def test_what_a_peer_refuses_to_dial_or_to_measure_is_counted_by_reason() -> None:
+    async def scene(peers: list[P2P]) -> None:
+        own: list[bool] = []
+        await serve(peers[0], refuse=refused.append, busy=lambda: bool(own))
+        stub: Any = Probe.get_stub(peers[1], peers[0].peer_id)
+
+        async def first(frame: Any) -> Any:
+            return await anext(await stub.rpc_bandwidth_down(frame))
+
+        async def no_frames() -> AsyncIterator[Any]:
+            for frame in ():
+                yield frame
+
+        nonsense = runtime_pb2.ExpertRequest(metadata=b"\xc1")
+        for call, kind in (
+            (lambda: stub.rpc_dial_back(nonsense), "question"),
+            (lambda: stub.rpc_dial_back(pack({"seen": ["8.8.8.8"]})), "question"),
+            (lambda: first(pack({"seconds": "?"})), "question"),
+            (lambda: stub.rpc_bandwidth_up(no_frames()), "question"),
+        ):
+            with pytest.raises(ConnectionError, match="refused: "):
+                answered(await call())
+            assert refused == [kind]
+            refused.clear()
+        own.append(True)
+        for frame in (await first(pack({"seconds": 1})), await stub.rpc_bandwidth_up(no_frames())):
+            with pytest.raises(ConnectionError, match="ask later"):
+                answered(frame)
+        assert refused == ["busy", "busy"]
+
+    refused: list[str] = []
     run(scene)
 
 
@@ -321,7 +359,7 @@ def test_what_a_bootstrap_says_has_worked_is_an_address_or_does_not_count() -> N
         return reply({"worked": worked, "seen": ["?"], "asked": -1})
 
     async def scene(peers: list[P2P]) -> None:
-        probe = Probe(peers[0], now=time.time, bootstraps=None)
+        probe = Probe(peers[0], now=time.time, refuse=print, bootstraps=None)
         probe.rpc_dial_back = lie  # type: ignore[method-assign]
         await probe.add_p2p_handlers(peers[0])
         own = await own_addresses(peers[1])

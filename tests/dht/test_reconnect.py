@@ -11,7 +11,8 @@ from hivemind.p2p import PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
 from dilocox.dht import reconnect
-from dilocox.dht.reconnect import Redialler, dial_targets, relays_between
+from dilocox.dht.addresses import MAX_ENTRIES
+from dilocox.dht.reconnect import Redialler, dial_targets, entries_among, relays_between
 from dilocox.dht.records import StageRecord
 from dilocox.peer.rounds.live_group import MAX_WATCHED
 from tests.peer.fabricated import peer_id, stage_record
@@ -60,6 +61,16 @@ def test_each_draws_others_and_one_that_comes_changes_little() -> None:
     stages[0] |= dict([host(99_000)])
     stages[1] |= dict([host(99_001)])
     assert len(set(dial_targets(stages, ME, 2)) - set(mine)) <= 2
+
+
+def test_those_who_have_trained_are_the_first_way_back_into_a_run() -> None:
+    stages = {0: dict(host(number) for number in range(40)), 1: dict([host(98)])}
+    proven = peer_id(98), peer_id(7)
+    found = entries_among(stages, ME, 0, proven)
+    assert len(found) == MAX_ENTRIES
+    assert {each.rpartition("/")[2] for each in found[:2]} == set(proven)
+    assert all(each.rpartition("/p2p/")[2] != ME for each in found)
+    assert entries_among({0: {ME: stage_record()}}, ME, 0, proven) == []
 
 
 def test_nobody_is_dialled_who_cannot_be_or_is_gone_or_names_another() -> None:

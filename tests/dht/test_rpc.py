@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,9 +13,18 @@ import pytest
 from hivemind.p2p import P2P, P2PHandlerError
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 
+from benchmarks.dht_traffic import Sizes, SwarmTraffic
 from dilocox.dht import rpc, upload_limit
 from dilocox.dht.identity import peer_id_of
-from dilocox.dht.rpc import Client, TooSlow, reply
+from dilocox.dht.rpc import (
+    ASKED_BY_ONE,
+    MAX_ASKERS,
+    CallRefused,
+    Client,
+    RequestLimit,
+    TooSlow,
+    reply,
+)
 from dilocox.dht.upload_limit import UploadLimit
 
 CHUNK, RATE = 1000, 50_000.0  # a chunk takes 20 ms
@@ -174,3 +184,59 @@ def test_a_download_that_comes_too_slowly_is_given_up_where_that_was_asked_for(
 async def send(limit: UploadLimit, chunks: int, *, first: bool) -> None:
     for _ in range(chunks):
         await limit.spend(CHUNK, first=first)
+
+
+# ---- how often one peer may ask ------------------------------------------------------------------
+class Clock:
+    now = 1000.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(rpc, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
+def is_refused(limit: RequestLimit, asker: str) -> bool:
+    try:
+        limit.check(asker)
+    except CallRefused as refused:
+        assert refused.kind == "often"
+        return True
+    return False
+
+
+def test_one_asker_has_so_many_requests_in_a_while_and_others_have_theirs(clock: Clock) -> None:
+    limit = RequestLimit(3, 10.0)
+    assert [is_refused(limit, "greedy") for _ in range(5)] == [False] * 3 + [True] * 2
+    assert not is_refused(limit, "honest")
+    clock.now += 9.0
+    assert is_refused(limit, "greedy")
+    clock.now += 1.1
+    assert [is_refused(limit, "greedy") for _ in range(4)] == [False] * 3 + [True]
+
+
+def test_a_crowd_of_askers_takes_no_memory_and_holds_up_nobody(clock: Clock) -> None:
+    limit = RequestLimit(3, 10.0)
+    assert not any(is_refused(limit, f"key {number}") for number in range(3 * MAX_ASKERS))
+    assert len(vars(limit)["_asked"]) <= MAX_ASKERS
+    assert not is_refused(limit, "honest")
+
+
+@pytest.mark.parametrize(
+    ("peers", "heartbeat_s", "seconds"), [(200, 10.0, 120.0), (3, 0.1, 20.0), (8, 0.1, 20.0)]
+)
+def test_nobody_honest_asks_half_as_often(
+    peers: int, heartbeat_s: float, seconds: float, tmp_path: Path
+) -> None:
+    """0.1 s is the shortest heartbeat that a manifest may have."""
+    swarm = SwarmTraffic(
+        peers=peers,
+        stages=4 if peers > 3 else 1,
+        round_s=60.0,
+        sizes=Sizes.real(tmp_path, 4),
+        heartbeat_s=heartbeat_s,
+    )
+    swarm.run(seconds)
+    assert 0 < swarm.most_asked < ASKED_BY_ONE / 2

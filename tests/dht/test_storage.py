@@ -8,6 +8,7 @@ from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.utils import timed_storage
 
 from dilocox.dht import storage as bounds
+from dilocox.dht.rpc import NODE_REFUSALS, Counts
 from dilocox.dht.storage import BoundedStorage
 
 NOW = 1_000_000.0
@@ -27,8 +28,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def kept(clock: Clock) -> BoundedStorage:
-    return BoundedStorage()
+def refused() -> Counts:
+    return Counts(NODE_REFUSALS)
+
+
+@pytest.fixture
+def kept(clock: Clock, refused: Counts) -> BoundedStorage:
+    return BoundedStorage(refused)
 
 
 def key(number: int) -> DHTID:
@@ -70,7 +76,9 @@ def test_values_are_kept_and_replaced_by_later_ones(kept: BoundedStorage, clock:
     assert kept.get(key(1)) is None
 
 
-def test_an_owner_of_many_keys_loses_its_own_first_to_expire(kept: BoundedStorage) -> None:
+def test_an_owner_of_many_keys_loses_its_own_first_to_expire(
+    kept: BoundedStorage, refused: Counts
+) -> None:
     assert kept.store_subkey(key(0), b"honest", VALUE, NOW + 1)
     keys = range(bounds.KEYS_OF_OWNER + 6)
     for number in keys:
@@ -78,7 +86,7 @@ def test_an_owner_of_many_keys_loses_its_own_first_to_expire(kept: BoundedStorag
     assert [n for n in keys if b"greedy" in owners_of(kept, n)] == [*keys][6:]
     assert owners_of(kept, 0) == {b"honest"}
     assert kept.get(key(3)) is None  # not an empty dictionary
-    assert kept.refused["crowded"] == 6
+    assert refused.read()["crowded"] == refused.total == 6
     assert kept.bytes_held == held(kept)
 
 
@@ -92,7 +100,7 @@ def test_an_owner_has_no_more_than_its_bytes(kept: BoundedStorage) -> None:
 
 
 def test_a_crowd_of_new_keys_takes_no_place_of_those_before_it(
-    kept: BoundedStorage, clock: Clock
+    kept: BoundedStorage, refused: Counts, clock: Clock
 ) -> None:
     value = bytes(bounds.BYTES_OF_ALL // 128 - bounds.VALUE_BYTES)
     honest = [b"peer-%d" % number for number in range(64)]
@@ -105,7 +113,7 @@ def test_a_crowd_of_new_keys_takes_no_place_of_those_before_it(
         assert kept.store_subkey(key(1), peer, value, LATER + 1)
     assert owners_of(kept, 1) == set(honest) <= owners_of(kept, 0)
     assert kept.bytes_held == held(kept) <= bounds.BYTES_OF_ALL
-    assert kept.refused["full"] == 500
+    assert refused.read()["full"] == 500
     clock.now = LATER + 10  # what nobody renews makes room
     assert kept.store_subkey(key(0), b"new", VALUE, clock.now + 60)
 

@@ -211,7 +211,12 @@ def test_a_dead_node_a_dead_archive_and_a_stuck_thread_are_told(
     def nothing() -> None:
         pass
 
-    kept = SimpleNamespace(refused=Counter({"disk": 1}), served=Counter(), rounds={0: 4})
+    kept = SimpleNamespace(
+        refused=Counter({"disk": 1}),
+        probe_refused=SimpleNamespace(read=lambda: {"busy": 2}),
+        served=Counter(),
+        rounds={0: 4},
+    )
     archive = SimpleNamespace(keeper=kept, tick=nothing, close=nothing)
     dht: Any = SimpleNamespace(
         running=True,
@@ -219,7 +224,6 @@ def test_a_dead_node_a_dead_archive_and_a_stuck_thread_are_told(
         pid=None,
         p2pd_pid=0,
         known_nodes=lambda _: 5,
-        refused_values=lambda _: Counter({"type": 2}),
     )
     signed = SimpleNamespace(
         manifest_bytes=b"",
@@ -229,7 +233,7 @@ def test_a_dead_node_a_dead_archive_and_a_stuck_thread_are_told(
     keeper: Any = SimpleNamespace(run=RUN, own=True, expires_at=1.8e9, signed=signed)
     me: Any = SimpleNamespace(peer_id=ME)
     swarm: Any = SimpleNamespace(
-        refused=Counter({"type": 1}),
+        all_refused=Counter({"type": 3}),
         admit_by=lambda *_: None,
         admits=lambda _: True,
         time=lambda: 0.0,
@@ -248,6 +252,7 @@ def test_a_dead_node_a_dead_archive_and_a_stuck_thread_are_told(
         assert (found["dht_peers"], found["archive_bytes 0"], found["archive_round 0"]) == (5, 5, 4)
         assert found["refused_total dht_type"] == 3
         assert found["refused_total archive_disk"] == 1
+        assert found["refused_total probe_busy"] == 2
 
         now += LOOK_PERIOD_S
         dht.known_nodes, dht.running = gone, False

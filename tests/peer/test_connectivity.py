@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from dilocox.dht.addresses import Reachability, ReachKind
+from dilocox.dht.addresses import Reachability, ReachKind, kept_entries
 from dilocox.dht.reachability import CHECK_S
 from dilocox.dht.reconnect import Targets
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.averager import StageAverager
-from dilocox.peer.averaging.connectivity import Connectivity
+from dilocox.peer.averaging.connectivity import NOTE_AGAIN_S, Connectivity
+from dilocox.peer.state_folder import StateFolder
 from tests.peer.fabricated import peer_id, stage_record
 from tests.peer.local_peers import local_peer
 
@@ -48,6 +50,22 @@ def ways(
         client_mode=client_mode or kind == "dial_out",
     )
     return Connectivity(local, cast("StageAverager", averager))
+
+
+def test_by_whom_to_join_again_is_kept_and_not_written_at_every_look(tmp_path: Path) -> None:
+    local = local_peer(ME, state=tmp_path)
+    own = Connectivity(local, cast("StageAverager", Averager()))
+    file = StateFolder(tmp_path).entries(local.run)
+    own.look(view(**{SHUT: CLIENT}))
+    assert not file.exists()
+    own.look(view(**{OPEN: HOST}))
+    assert kept_entries(file) == HOST.addresses
+    other = "/ip4/198.51.100.8/tcp/1/p2p/" + peer_id(4)
+    own.look(view(**{peer_id(4): replace(HOST, addresses=(other,))}))
+    assert kept_entries(file) == HOST.addresses
+    cast("Any", local.clock).now += NOTE_AGAIN_S
+    own.look(view(**{peer_id(4): replace(HOST, addresses=(other,))}))
+    assert kept_entries(file) == (other,)
 
 
 def view(**stage: Any) -> SwarmView:

@@ -24,6 +24,7 @@ from dilocox.dht.rpc import (
     CallRefused,
     Client,
     Counts,
+    RequestLimit,
     pack,
     reply,
     unpack,
@@ -304,6 +305,30 @@ def test_what_the_service_refuses_is_counted_by_reason(service: PeerService) -> 
     }
 
 
+def test_who_calls_too_often_is_refused_and_holds_up_nobody_else(service: PeerService) -> None:
+    vars(service)["requests"] = RequestLimit(4, 60.0)
+    somebody: Any = SimpleNamespace(remote_id=PEER)
+    another: Any = SimpleNamespace(remote_id="another")
+    question = pack({"group": b"of before", "round": 3, "attempt": 0})
+
+    async def scene() -> None:
+        for _ in range(4):
+            await service.rpc_ask(question, somebody)
+        for call in (
+            service.rpc_ask(question, somebody),
+            service.rpc_vote(pack({"group": b"g"}), somebody),
+            anext(service.rpc_watch(pack({"group": b"g"}), somebody)),
+        ):
+            with pytest.raises(CallRefused, match="asked too often"):
+                await call
+        assert "votes" in unpack(await service.rpc_ask(question, another))
+
+    asyncio.run(scene())
+    push(service, b"x")
+    assert counted(service.refused) == {"often": 4}
+    assert counted(service.received) == {}
+
+
 def test_an_answer_with_many_votes_is_one_that_the_asker_takes(service: PeerService) -> None:
     """Aborts of a large group that name whom they missed were more than an answer may have, and
     nobody heard a decision.
@@ -329,6 +354,7 @@ def test_a_stranger_is_refused_before_a_byte_of_its_part_is_taken(service: PeerS
 def test_every_error_is_refused_under_one_of_the_known_names() -> None:
     errors = (
         CallRefused(""),
+        CallRefused("", "often"),
         NoSuchGroup(""),
         ShareRefused(""),
         PayloadRefused("length", ""),

@@ -88,7 +88,7 @@ class Shown:
         self.local = local_peer(
             stage=1,
             layout=FlatLayout.of([("w", (NUMEL,))]),
-            swarm=SimpleNamespace(sent_bytes=4, received_bytes=8, refused=Counter()),
+            swarm=SimpleNamespace(sent_bytes=4, received_bytes=8, all_refused=Counter(often=3)),
         )
         self.lives = True  # of the coordinator and the averaging process
         self.coordinator = SimpleNamespace(
@@ -110,6 +110,7 @@ class Shown:
                 sent=counts(averaging=1, state=2),
                 received=counts(averaging=5, state=6),
                 refused=counts(frame=0),
+                probe_refused=counts(often=5),
             ),
             "meter": self.meter,
             "coordinator": self.coordinator,
@@ -208,6 +209,8 @@ def test_counters_stand_at_zero_from_the_start_and_what_is_not_known_is_left_out
         ("bytes_total", {"direction": "received", "kind": "dht"}, 8),
         ("state_download_bytes_total", {}, 6),
         ("refused_total", {"reason": "pipeline_header"}, 2),
+        ("refused_total", {"reason": "dht_often"}, 3),
+        ("refused_total", {"reason": "probe_often"}, 5),
         ("hop_round_trip_seconds", {"direction": "upper"}, 0.05),
         ("hop_round_trip_seconds", {"direction": "lower"}, None),
         ("spares", {}, 2),

@@ -13,7 +13,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,16 +24,19 @@ from dilocox.peer.rounds.standing import most_tokens
 from tests.swarm import disks, links
 from tests.swarm.campaign import Injury
 from tests.swarm.harness import START_LIMIT_S, Peer, ProcessSwarm, peer_name
+from tests.swarm.links import Links
 from tests.swarm.processes import family
 from tests.swarm.replaying import Machine, replay_on
 from tests.swarm.small_run import fixed_steps, run_manifest
 
 STAGES = (0, 0, 0, 0, 1, 1, 1, 1)
-KINDS = ("kill", "freeze", "p2pd", "cut", "slow", "disk", "leave")
+KINDS = ("kill", "freeze", "p2pd", "cut", "slow", "disk", "leave", "replace")
+NEWCOMERS = 4  # so many peers may be replaced by new ones
 DISK_BYTES = 64 << 20  # of each peer; a snapshot has 3 MB
 MOST_AT_ONCE = 4
 GAP_S, LASTS_S = (2.0, 12.0), (2.0, 25.0)
 BOOTSTRAP_SHARE = 0.1  # of the faults: its main process is killed, and it is started again
+PART_SHARE = 0.06  # half of the peers cannot reach the others and the bootstrap
 SKEWS_S = (-420.0, 0.0, 0.0, 600.0)  # of the machines' clocks, in turn
 STEP_S, INNER_STEPS = 0.08, 60
 WHOLE_LIMIT_S = 240.0
@@ -45,17 +48,18 @@ Tell = Callable[[str], None]
 
 @dataclass
 class _Hurt:
-    """A fault that lasts until it is mended; injury: None for the bootstrap's."""
+    """A fault that lasts until it is mended; victim: None for what befalls no single peer."""
 
     what: str
     mend_at: float
-    injury: Injury | None
+    victim: Peer | None
+    mend: Callable[[], object]
 
 
 @dataclass
 class Chaos:
     """Hurts this swarm for so long. impossible: kinds that this machine cannot do. done: how often
-    what was done, and how many it ended.
+    what was done, and how many it ended. gone: who has left for good.
     """
 
     swarm: ProcessSwarm
@@ -63,6 +67,17 @@ class Chaos:
     seed: int
     tell: Tell
     done: Counter[str] = field(default_factory=Counter[str])
+    gone: list[Peer] = field(default_factory=list[Peer])
+
+    @property
+    def present(self) -> list[Peer]:
+        """Who is in the run, or should be."""
+        return [peer for peer in self.swarm.peers if peer not in self.gone]
+
+    def add_peer(self, stage: int) -> None:
+        """The next peer; its clock goes by its number."""
+        skew_s = _skew_s(len(self.swarm.peers))
+        self.swarm.add_peer(stage=stage, step_s=STEP_S, skew_s=skew_s)
 
     def run(self, seconds: float) -> None:
         randomly, began = random.Random(self.seed), time.monotonic()
@@ -73,8 +88,8 @@ class Chaos:
             now = time.monotonic()
             for each in [each for each in hurt if each.mend_at <= now]:
                 hurt.remove(each)
-                self._mend(each)
-            self._start_the_ended(hurt)
+                each.mend()
+            self.start_the_ended([each.victim for each in hurt])
             if next_at <= now < began + seconds and len(hurt) < MOST_AT_ONCE:
                 next_at = now + randomly.uniform(*GAP_S)
                 mend_at = now + randomly.uniform(*LASTS_S)
@@ -86,36 +101,55 @@ class Chaos:
     def _strike(
         self, randomly: random.Random, kinds: list[str], mend_at: float, hurt: list[_Hurt]
     ) -> _Hurt | None:
-        if randomly.random() < BOOTSTRAP_SHARE:
-            if all(each.injury for each in hurt):
-                self._note("bootstrap", "the bootstrap is killed")
-                self.swarm.kill_bootstrap()
-                return _Hurt("bootstrap", mend_at, None)
-            return None
-        suffering = [each.injury.victim for each in hurt if each.injury]
-        victim = randomly.choice([peer for peer in self.swarm.peers if peer not in suffering])
+        drawn, under_way = randomly.random(), {each.what for each in hurt}
+        if drawn < BOOTSTRAP_SHARE:
+            if "bootstrap" in under_way:
+                return None
+            self._note("bootstrap", "the bootstrap is killed")
+            self.swarm.kill_bootstrap()
+            return _Hurt("bootstrap", mend_at, None, self.swarm.restart_bootstrap)
+        if drawn < BOOTSTRAP_SHARE + PART_SHARE:
+            if "part" in under_way or not isinstance(links := self.swarm.links, Links):
+                return None
+            apart = randomly.sample(self.present, len(STAGES) // 2)
+            self._note("part", f"{', '.join(peer.name for peer in apart)} are cut off together")
+            links.part([self.swarm.host(peer) for peer in apart])
+            return _Hurt("part", mend_at, None, links.unite)
+        suffering = [each.victim for each in hurt]
+        victim = randomly.choice([peer for peer in self.present if peer not in suffering])
         kind = randomly.choice(kinds)
         if victim.child.returncode is not None or "p2pd" not in {
             process.name for process in victim.processes()
         }:
             return None
-        injury = Injury(self.swarm, victim, kind)
+        if kind == "replace" and self.done[kind] == NEWCOMERS:
+            return None
         self._note(kind, f"{kind} {victim.name} of stage {victim.stage}, {victim.doing}")
+        if kind == "replace":
+            victim.expected = False
+            victim.child.terminate()
+            return _Hurt(kind, mend_at, victim, lambda: self._replace(victim))
+        injury = Injury(self.swarm, victim, kind)
         victim.expected = False  # until the end it may end by itself
         injury.strike()
-        return _Hurt(kind, mend_at, injury)
+        return _Hurt(kind, mend_at, victim, lambda: self._remedy(injury))
 
-    def _mend(self, hurt: _Hurt) -> None:
-        if hurt.injury is None:
-            self.swarm.restart_bootstrap()
-        else:
-            hurt.injury.remedy()
-            hurt.injury.victim.expected = False
+    def _remedy(self, injury: Injury) -> None:
+        injury.remedy()
+        injury.victim.expected = False
 
-    def _start_the_ended(self, hurt: list[_Hurt]) -> None:
-        """Who ended though nobody ended it: as the loss of p2pd soon after a start does."""
-        suffering = [each.injury.victim for each in hurt if each.injury]
-        for peer in self.swarm.peers:
+    def _replace(self, victim: Peer) -> None:
+        """A new peer, with a key of its own, comes where this one left for good."""
+        self.swarm.terminate(victim)
+        self.gone.append(victim)
+        self.add_peer(victim.stage)
+        self.swarm.peers[-1].expected = False
+
+    def start_the_ended(self, suffering: Collection[Peer | None] = ()) -> None:
+        """Who ended though nobody ended it: as the loss of p2pd soon after a start does, or a first
+        start while the bootstrap is away.
+        """
+        for peer in self.present:
             if peer not in suffering and peer.child.returncode is not None:
                 self._note("ended", f"{peer.name} had ended: {peer.child.last_line()}")
                 self.swarm.restart(peer)
@@ -129,19 +163,20 @@ class Chaos:
 def run(folder: Path, seed: int, seconds: float, tell: Tell) -> list[str]:
     """One run; what is wrong, a line each."""
     impossible: set[str] = set()
+    most = len(STAGES) + NEWCOMERS
     with ExitStack() as lab:
         if reason := disks.available():
             impossible.add("disk")
             tell(f"no disk is filled: {reason}")
         else:
-            for number in range(len(STAGES)):
+            for number in range(most):
                 lab.enter_context(disks.small_disk(folder / peer_name(number), DISK_BYTES))
         between = None
         if reason := links.available():
             impossible |= {"cut", "slow"}
             tell(f"no link is cut or slowed: {reason}")
         else:
-            between = links.Links(len(STAGES) + 1, mbit=100.0, delay_ms=10.0)
+            between = links.Links(most + 1, mbit=100.0, delay_ms=10.0)
             lab.enter_context(between)
         manifest = run_manifest(stages=2, rounds=fixed_steps(INNER_STEPS))
         swarm = lab.enter_context(ProcessSwarm(folder, manifest, links=between))
@@ -150,14 +185,20 @@ def run(folder: Path, seed: int, seconds: float, tell: Tell) -> list[str]:
 
 
 def _run(swarm: ProcessSwarm, chaos: Chaos, seconds: float) -> list[str]:
-    for stage, skew_s in zip(STAGES, itertools.cycle(SKEWS_S), strict=False):
-        swarm.add_peer(stage=stage, step_s=STEP_S, skew_s=skew_s)
+    for stage in STAGES:
+        chaos.add_peer(stage)
     swarm.wait(lambda: all(map(_rounds, swarm.peers)), 2 * START_LIMIT_S, "all have a round")
     before = _bootstrap_mb(swarm)
     chaos.run(seconds)
-    for peer in swarm.peers:
+    wanted = {peer.name: _rounds(peer) + LAST_ROUNDS for peer in chaos.present}
+
+    def whole() -> bool:
+        chaos.start_the_ended()
+        return all(_rounds(peer) >= wanted[peer.name] for peer in chaos.present)
+
+    swarm.wait(whole, WHOLE_LIMIT_S, f"{LAST_ROUNDS} more rounds of all")
+    for peer in chaos.present:
         peer.expected = True
-    swarm.wait_for_rounds(LAST_ROUNDS, WHOLE_LIMIT_S)
     after = _bootstrap_mb(swarm)
     rounds = {stage: len(swarm.chain(stage)) for stage in (0, 1)}
     voids = sum(len(peer.of_kind("void")) for peer in swarm.peers)
@@ -168,9 +209,14 @@ def _run(swarm: ProcessSwarm, chaos: Chaos, seconds: float) -> list[str]:
     )
     flaws = [] if after < before + MORE_MB else [f"the bootstrap has {after:.0f} MB"]
     for stage in (0, 1):
-        flaws += _unequal(swarm, stage)
-        flaws += _not_replayed(swarm, stage)
+        present = [peer for peer in chaos.present if peer.stage == stage]
+        flaws += _unequal(swarm, stage, present)
+        flaws += _not_replayed(swarm, stage, present)
     return flaws
+
+
+def _skew_s(number: int) -> float:
+    return SKEWS_S[number % len(SKEWS_S)]
 
 
 def _rounds(peer: Peer) -> int:
@@ -186,7 +232,7 @@ def _bootstrap_mb(swarm: ProcessSwarm) -> float:
 
 
 def _longest_stall_s(swarm: ProcessSwarm) -> float:
-    on_time = [peer for peer, skew_s in zip(swarm.peers, SKEWS_S, strict=False) if not skew_s]
+    on_time = [peer for number, peer in enumerate(swarm.peers) if not _skew_s(number)]
     times = sorted(line["time"] for peer in on_time for line in peer.rounds)
     return max((after - before for before, after in itertools.pairwise(times)), default=0.0)
 
@@ -198,11 +244,11 @@ def _set_aside(swarm: ProcessSwarm) -> int:
     return sum(len(seen) > 1 for stage in (0, 1) for seen in swarm.chain(stage).values())
 
 
-def _unequal(swarm: ProcessSwarm, stage: int) -> list[str]:
-    """Whether the peers of a stage keep one chain, in which nothing counts that was not learnt."""
+def _unequal(swarm: ProcessSwarm, stage: int, present: list[Peer]) -> list[str]:
+    """Whether those of a stage keep one chain, in which nothing counts that was not learnt."""
     flaws: list[str] = []
     kept: dict[int, dict[str, RoundRecord]] = {}
-    for peer in swarm.of_stage(stage):
+    for peer in present:
         for entry in swarm.round_log(peer).entries():
             if (record := entry.header()) is not None:  # else it was pruned meanwhile
                 kept.setdefault(record.round, {})[entry.digest] = record
@@ -229,7 +275,7 @@ def _unequal(swarm: ProcessSwarm, stage: int) -> list[str]:
     return flaws if chain else [f"stage {stage}: nobody keeps a record"]
 
 
-def _not_replayed(swarm: ProcessSwarm, stage: int) -> list[str]:
+def _not_replayed(swarm: ProcessSwarm, stage: int, present: list[Peer]) -> list[str]:
     """Whether another process finds the anchors from kept records. A peer that has taken a state of
     others may have no record after it: then the next one is asked, and at last the archive.
     """
@@ -238,7 +284,7 @@ def _not_replayed(swarm: ProcessSwarm, stage: int) -> list[str]:
         for peer in swarm.of_stage(stage)
         for line in peer.rounds
     }
-    for peer in sorted(swarm.of_stage(stage), key=_rounds, reverse=True):
+    for peer in sorted(present, key=_rounds, reverse=True):
         os.kill(peer.child.pid, signal.SIGKILL)
         peer.expected = False
         swarm.wait_until_gone(peer)

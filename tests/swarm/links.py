@@ -19,6 +19,7 @@ import select
 import subprocess
 import sys
 import threading
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -145,6 +146,15 @@ class Links(Hosts):
     def heal(self, host: int) -> None:
         """Undo `cut`."""
         self._order(host, cut=False)
+
+    def part(self, hosts: Collection[int]) -> None:
+        """Let every packet between these hosts and the others vanish, until `unite`."""
+        for host in range(self.hosts):
+            self._order(host, side=int(host in hosts))
+
+    def unite(self) -> None:
+        """Undo `part`."""
+        self.part(())
 
     def slow(self, host: int, mbit: float, delay_ms: float) -> None:
         """From now on this is a host's rate, and a packet from or to it takes so much longer."""

@@ -28,7 +28,7 @@ async def node(**options: object) -> P2P:
         dht_mode="client",
         **options,  # pyright: ignore[reportArgumentType]
     )
-    await Probe(p2p, now=time.time).add_p2p_handlers(p2p)
+    await Probe(p2p, now=time.time, refuse=print).add_p2p_handlers(p2p)
     return p2p
 
 

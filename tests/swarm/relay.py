@@ -60,12 +60,15 @@ class Line:
 
 @dataclass
 class Host:
-    """One host's end of its link. Bytes are those of IP packets. more_s: of delay, for it alone."""
+    """One host's end of its link. Bytes are those of IP packets. side: of a net in two halves.
+    more_s: of delay, for it alone.
+    """
 
     device: int
     up: Line
     down: Line
     cut: bool = False
+    side: int = 0
     more_s: float = 0.0
     sent_bytes: int = 0
     received_bytes: int = 0
@@ -123,7 +126,7 @@ class Relay:
             except BlockingIOError:
                 return
             receiver = self._by_address.get(packet[16:20])  # the destination in an IPv4 header
-            if receiver is None or sender.cut:
+            if receiver is None or sender.cut or sender.side != receiver.side:
                 continue
             left_at = sender.up.send(len(packet), time.monotonic())
             if left_at is None:
@@ -163,6 +166,7 @@ class Relay:
             return False
         host = self._hosts[order["host"]]
         host.cut = order.get("cut", host.cut)
+        host.side = order.get("side", host.side)
         host.more_s = order.get("more_s", host.more_s)
         for line in (host.up, host.down):
             line.bytes_per_s = order.get("bytes_per_s", line.bytes_per_s)

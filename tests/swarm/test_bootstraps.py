@@ -99,6 +99,27 @@ def test_either_of_two_bootstraps_may_die(
     swarm.assert_equal_chains()
 
 
+@pytest.mark.timeout(400)
+def test_who_was_in_the_run_joins_it_again_by_the_others_while_no_bootstrap_is_up(
+    start_swarm: StartSwarm,
+) -> None:
+    swarm = start_swarm(rounds={"inner_steps": 20})
+    peers = [swarm.add_peer(step_s=STEP_S) for _ in range(3)]
+    swarm.wait_for_rounds(2, ROUND_LIMIT_S)
+    swarm.kill_bootstrap()
+    swarm.kill(peers[2])
+    swarm.wait_until_gone(peers[2])
+    swarm.restart(peers[2])
+    after = peers[0].rounds[-1]["round"]
+    swarm.wait_for_counted(peers[2], after_round=after, limit_s=ROUND_LIMIT_S)
+    assert "joining by peers that were there before" in peers[2].log_text()
+    swarm.wait_for_rounds(2, ROUND_LIMIT_S)
+    swarm.restart_bootstrap()
+    newest = max(swarm.chain())
+    swarm.wait(lambda: newest in swarm.archived(0), SEEN_LIMIT_S, "the archive has what it missed")
+    swarm.assert_equal_chains()
+
+
 @pytest.mark.timeout(300)
 def test_a_peer_that_starts_again_waits_until_a_bootstrap_is_up(start_swarm: StartSwarm) -> None:
     swarm = start_swarm(rounds={"inner_steps": 20})

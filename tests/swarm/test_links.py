@@ -249,6 +249,18 @@ def test_a_transfer_outlives_a_cut_and_other_hosts_do_not_feel_it(lab: Lab) -> N
     assert through.line()
 
 
+@pytest.mark.swarm
+def test_parted_hosts_hear_only_those_of_their_side(lab: Lab) -> None:
+    links = lab.links(3, mbit=100, delay_ms=1)
+    for host in (0, 1):
+        assert lab.start(links, host, ECHO).line() == "ready"
+    links.part([0, 2])
+    assert lab.start(links, 2, PINGER, links.address(0), 10).line()
+    assert not lab.start(links, 2, PINGER, links.address(1), 10).line()
+    links.unite()
+    assert lab.start(links, 2, PINGER, links.address(1), 10).line()
+
+
 # ---- nothing is left -----------------------------------------------------------------------------
 @pytest.mark.swarm
 def test_all_is_gone_at_exit_also_what_ran_there(lab: Lab) -> None:

@@ -60,7 +60,7 @@ COLUMNS = (
     Column("conserved"),
     Column("seconds", ".1f"),
 )
-LIAR_ROUNDS = 16
+LIAR_ROUNDS = 14
 LIAR_COLUMNS = (
     *(Column(name) for name in ("who lies", "of", "how", "rounds", "committed")),
     Column("every head", ".0%"),

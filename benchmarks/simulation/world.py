@@ -8,17 +8,19 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from benchmarks.simulation.averaging import (
+    Donor,
+    Honest,
     Lines,
     Meetings,
-    SimulatedAverager,
     SimulatedLog,
     SimulatedRecord,
 )
 from benchmarks.simulation.clock import START, Timeline
 from benchmarks.simulation.dht import Network, SimulatedDHT
+from benchmarks.simulation.liars import Lying, LyingArchive, LyingMember, clock_error_s
 from benchmarks.simulation.peer import REPLICA_S, Books, SimulatedPeer
 from benchmarks.simulation.strangers import Strangers
-from benchmarks.simulation.witness import BOOTSTRAP, Keeping, SimulatedWitness
+from benchmarks.simulation.witness import BOOTSTRAP, COPY, SimulatedArchive
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_revisions import RunState, in_state
 
@@ -55,6 +57,7 @@ class Scenario:
     write_s: seconds that the loop is busy between a send and its handing over.
     tick_s: what every tick of a coordinator takes longer.
     strangers: keys that lie in the DHT once the run has had `strangers_after` rounds.
+    bootstraps: the operator's, and a copy of it. lying: who has a part in the run, and lies.
     """
 
     step_s: tuple[float, ...]
@@ -80,6 +83,8 @@ class Scenario:
     apply: Literal["arrival", "round_end"] = "arrival"
     strangers: int = 0
     strangers_after: float = 3.0
+    bootstraps: Literal[1, 2] = 1
+    lying: Lying | None = None
     faults: tuple[Fault, ...] = ()
 
 
@@ -105,13 +110,16 @@ class SignedRevision:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a run came to.
+    """What a run came to, for those who do not lie.
 
     last_rounds: of each stage's chain. left_s: from the end of the run until the last peer had
         left; None where one is still there. uncounted: tokens trained that are in no record.
     rounds: that the swarm went through. committed: of them. committed_share: their share.
     every_head_share: the least share of the committed rounds, over the heads, that hold a head's
         tokens; counted from its first round on, those in which it was hurt included.
+    seconds: of run time until the last of the rounds. false_records: of a liar's own making, in the
+        log of one peer, or an archive, at most. forks: how often a peer left its chain for another.
+        left: peers that went. lost_share: of the tokens trained, those that will be in no record.
     conserved: whether every token is in one place, and records hold what their members were
         credited. one_chain: whether no two records follow the same one.
     """
@@ -124,6 +132,11 @@ class Outcome:
     last_rounds: tuple[int, ...] = ()
     uncounted: int = 0
     left_s: float | None = None
+    seconds: float = 0.0
+    false_records: int = 0
+    forks: int = 0
+    left: int = 0
+    lost_share: float = 0.0
     voids: dict[str, int] = field(default_factory=dict[str, int])
     events: int = 0
 
@@ -188,7 +201,13 @@ class World:
         ends_at_s = scenario.ends_at_s
         self.ended_at = None if ends_at_s is None else START + ends_at_s  # the run
         self.left_at = START  # the newest of those that have left
-        self.witness = SimulatedWitness(
+        self.false_digests: set[str] = set()  # of records that a liar made by itself
+        names = (BOOTSTRAP, COPY)[: scenario.bootstraps]
+        self.archives = {name: self._archive(name) for name in names}
+
+    def _archive(self, name: str) -> SimulatedArchive:
+        facts = (
+            name,
             self.timeline,
             self.dht,
             self.manifest,
@@ -196,6 +215,45 @@ class World:
             self._log_of,
             lambda: self.revision_for(BOOTSTRAP, self.timeline.now).number,
         )
+        lying = self.scenario.lying
+        how = "" if lying is None else lying.of_bootstrap(name)
+        return LyingArchive(self, how, *facts) if how else SimulatedArchive(*facts)
+
+    # ---- who lies --------------------------------------------------------------------------------
+    @property
+    def lied_rounds(self) -> float:
+        """For how long who lies has done so, in rounds of the fastest; before it does, below 0."""
+        lying, now = self.scenario.lying, self.timeline.now
+        return -1.0 if lying is None else (now - START) / self.scenario.round_s - lying.after
+
+    @property
+    def lies(self) -> bool:
+        """Whether it does now."""
+        lying = self.scenario.lying
+        return lying is not None and 0.0 <= self.lied_rounds < lying.lasts
+
+    def conduct_of(self, name: str) -> Honest:
+        """How a peer behaves: of each stage the last one may lie."""
+        lying = self.scenario.lying
+        lies = lying is not None and lying.who == "member" and self._number(name) == self._last
+        return LyingMember(self, name, lying.how) if lying and lies else Honest()
+
+    @property
+    def _last(self) -> int:
+        return len(self.scenario.step_s) - 1
+
+    def _number(self, name: str) -> int:
+        return int(name[-3:])
+
+    def clock_error_s(self, peer: SimulatedPeer) -> float:
+        """How far a peer's run time is ahead: it asks all bootstraps."""
+        lying = self.scenario.lying
+        if lying is None or lying.how != "time":
+            return 0.0
+        ahead = self._number(peer.name) % 2 == 0
+        lied_s = self.lied_rounds * self.scenario.round_s
+        joins = peer.joined_at > self.timeline.now - lied_s
+        return clock_error_s(ahead, lied_s, joins=joins, bootstraps=self.scenario.bootstraps)
 
     # ---- what the operator says ------------------------------------------------------------------
     def _revisions(self) -> list[tuple[float, SignedRevision]]:
@@ -218,16 +276,16 @@ class World:
         return [signed for at, signed in self.revisions if at == START or at + late_s <= now][-1]
 
     # ---- who is there ----------------------------------------------------------------------------
-    def process(self, peer: str, stage: int) -> SimulatedAverager | Keeping | None:
-        """A peer's averaging process, or what the bootstrap keeps of a stage."""
-        if peer == BOOTSTRAP:
-            return self.witness.stages[stage]
+    def process(self, peer: str, stage: int) -> Donor | None:
+        """What answers as a peer's averaging process, or what a bootstrap keeps of a stage."""
+        if peer in self.archives:
+            return self.archives[peer].stages[stage]
         found = self.peers.get(peer)
-        return None if found is None else found.averager
+        return None if found is None else found.conduct.gives(found.averager)
 
-    def _log_of(self, peer: str) -> SimulatedLog | None:
-        found = self.peers.get(peer)
-        if found is None or not found.averager.answers:
+    def _log_of(self, peer: str, stage: int) -> SimulatedLog | None:
+        found = self.process(peer, stage)
+        if found is None or not found.answers:
             return None
         return found.log if self.network.connected(peer, BOOTSTRAP) else None
 
@@ -330,10 +388,15 @@ class World:
         while timeline.now < end and self._round() < scenario.rounds and not self._all_left:
             timeline.run_until(timeline.now + scenario.round_s / 4)
         rounds = self._round()  # the ones before it have been sent, and will be decided
+        seconds = timeline.now - START
         timeline.run_until(timeline.now + DECIDED_S + scenario.round_s / 2)
-        while self.ended_at is not None and not self._all_left and timeline.now < end + END_LIMIT_S:
+        while (
+            self.ended_at is not None
+            and not (self._all_left or self.lies)
+            and timeline.now < end + END_LIMIT_S
+        ):
             timeline.run_until(timeline.now + DECIDED_S)
-        return self._judge(rounds)
+        return self._judge(rounds, seconds)
 
     @property
     def _all_left(self) -> bool:
@@ -343,11 +406,15 @@ class World:
         self.timeline.at(START + seconds, action)
 
     def _round(self) -> int:
-        return max((peer.coordinator.round for peer in self._everybody), default=0)
+        return max((peer.coordinator.round for peer in self._honest), default=0)
 
     @property
     def _everybody(self) -> list[SimulatedPeer]:
         return [*self.peers.values(), *self.ended, *self.left]
+
+    @property
+    def _honest(self) -> list[SimulatedPeer]:
+        return [peer for peer in self._everybody if not isinstance(peer.conduct, LyingMember)]
 
     def _hurt(self, fault: Fault) -> None:
         names = sorted(self.peers)
@@ -377,8 +444,8 @@ class World:
         self.peers[old.name].sends = old.sends
 
     # ---- what must hold --------------------------------------------------------------------------
-    def _judge(self, rounds: int) -> Outcome:
-        everybody = self._everybody
+    def _judge(self, rounds: int, seconds: float) -> Outcome:
+        everybody, false = self._honest, self.false_digests
         for peer in everybody:
             peer.count_steps()
         voids: dict[str, int] = {}
@@ -387,12 +454,19 @@ class World:
                 voids[reason] = voids.get(reason, 0) + 1
         heads = [peer for peer in everybody if peer.stage == 0]
         chain = max((peer.log.chain for peer in heads), key=len, default=[])
-        records = [record for _, record in chain if record.round < rounds]
+        records = [each for digest, each in chain if each.round < rounds and digest not in false]
+        logs = [peer.log for peer in everybody]
+        logs += [
+            kept.log
+            for archive in self.archives.values()
+            if not isinstance(archive, LyingArchive)
+            for kept in archive.stages
+        ]
         return Outcome(
             rounds=rounds,
             committed=len(records),
             every_head_share=min(
-                (self._share(peer, records) for peer in self.peers.values() if peer.stage == 0),
+                (self._share(peer, records) for peer in heads if peer.name in self.peers),
                 default=1.0,
             ),
             conserved=all(peer.books.balanced and self._credited(peer) for peer in everybody),
@@ -406,6 +480,12 @@ class World:
             uncounted=sum(
                 peer.books.trained - sum(peer.books.counted.values()) for peer in everybody
             ),
+            seconds=seconds,
+            false_records=max(len(false.intersection(log.digests)) for log in logs),
+            forks=sum(peer.forks for peer in everybody),
+            left=len(self.left),
+            lost_share=sum(peer.books.lost for peer in everybody)
+            / max(1, sum(peer.books.trained for peer in everybody)),
             left_s=self.left_at - self.ended_at if self.ended_at and self._all_left else None,
             voids=voids,
             events=self.timeline.happened,

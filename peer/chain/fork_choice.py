@@ -145,6 +145,8 @@ class Trust:
         """
         if not self._witness:
             return wins(reach, log, head)
+        if log.find(digest) is not None:
+            return False  # of our own chain, whatever tokens its claim states
         assert reach.fork_round is not None
         settled = log.find(self._settled) if self._settled else None
         if self.is_witness:

@@ -23,8 +23,9 @@ ever moves to an earlier time, and that with notice. Pure rules over records: `n
 
 - a bell that finished later than now + CLOCK_ERROR_S does not count (yet);
 - a T_R before its own bell's finish or beyond the horizon does not count, nor does one without
-  the end of its grace, or before half of the heads are seen to have rung, or earlier than that; a
-  T_R in the past does: who is late finds no group and sends with the next. What one's own head says
+  the end of its grace, or before half of the heads are seen to have rung, or earlier than that, or
+  later than any head can have named by now (a round and the longest notice after the grace); a T_R
+  in the past does: who is late finds no group and sends with the next. What one's own head says
   is believed;
 - the round's time is the lower median of what the first q bells state, and a replica whose one
   inner step takes longer than that is not waited for: no single statement delays the others;
@@ -112,12 +113,13 @@ class RoundView:
         rung, half = self.rung(now_s), max(1, (len(self.replicas) + 1) // 2)
         finishes = sorted(bell.finished_at for bell in rung.values())
         soonest = finishes[half - 1] - CLOCK_ERROR_S if len(finishes) >= half else math.inf
+        latest = self._latest(rung, now_s)
         found = [
             (bell.scheduled_at, bell.send_after)
             for head, bell in rung.items()
             if bell.scheduled_at is not None
             and bell.send_after is not None
-            and (head == self.head or soonest <= bell.scheduled_at)
+            and (head == self.head or soonest <= bell.scheduled_at <= latest)
             and bell.finished_at <= bell.scheduled_at <= now_s + HORIZON_S
             and bell.send_after <= bell.scheduled_at
         ]
@@ -156,6 +158,17 @@ class RoundView:
         wanted = send_after + self._step_s(round_s) + self._notice_s(round_s)
         scheduled_at = min(max(wanted, soonest), now_s + HORIZON_S)
         return Schedule(send_after=min(send_after, scheduled_at), scheduled_at=scheduled_at)
+
+    def _latest(self, rung: Mapping[str, BellRecord], now_s: float) -> float:
+        """The latest T_R that a head can have named by now, whatever inner steps and notice it knew
+        of: one that names the next day, and rings no more, would stop the others."""
+        if not rung:
+            return now_s
+        round_s = self._round_s(rung)
+        finishes = sorted(bell.finished_at for bell in rung.values())[: self._quorum]
+        grace_ends_at = finishes[-1] + GRACE_SHARE * round_s
+        bound_s = round_s + max(NOTICE_BOUND_S, NOTICE_BOUND_SHARE * round_s)
+        return max(grace_ends_at, now_s) + bound_s + CLOCK_ERROR_S
 
     def _round_s(self, rung: Mapping[str, BellRecord]) -> float:
         """How long the round took the first q heads, by the lower median."""

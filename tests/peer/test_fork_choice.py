@@ -370,6 +370,16 @@ def test_a_fork_is_the_witness_s_to_choose_and_not_further_back_than_three_of_it
     assert trust.wins("bb", reach, log, HEAD) is leaves
 
 
+def test_a_claim_of_our_own_record_with_too_many_tokens_takes_nothing_back(
+    clock: TestClock,
+) -> None:
+    """A bootstrap that claimed the end of the run so had all wait for a state that nobody has."""
+    trust, log = trust_of(clock), cast("RoundLog", Credited(LOG))
+    counting(trust, {WITNESS: claim("r3", 10**9, 3)})
+    reach = Reached(appended=(), fork_round=3, fork_digest="r3", too_far=False)
+    assert not trust.wins("r3", reach, log, HEAD)
+
+
 def test_of_two_chains_that_nobody_vouched_for_the_one_with_more_tokens_wins(
     clock: TestClock,
 ) -> None:

@@ -123,10 +123,18 @@ def test_absurd_times_do_not_count(absurd: BellRecord) -> None:
     assert view(honest | {"b": absurd}).schedule(110) == Schedule(send_after=116, scheduled_at=119)
 
 
-def test_t_r_beyond_the_horizon_is_none() -> None:
+def test_t_r_later_than_any_head_can_have_named_is_none_but_ones_own_head_s() -> None:
+    """The others found it, named none of their own, and waited for the next day."""
     rung = {"b": bell(100)}
-    assert view(rung | {"a": bell(100, times=(110, 86_511))}).schedule(110) is None
-    assert view(rung | {"a": bell(100, times=(110, 86_510))}).schedule(110) is not None
+    # the grace is over at 110; an inner step of a round, 40 s, the longest notice, 20 s, and 3 s
+    late = view(rung | {"a": bell(100, times=(110, 174))}, heads="abcd")
+    assert late.schedule(110) is None
+    assert late.proposal("b", 110) == Schedule(send_after=110, scheduled_at=113)
+    assert late.schedule(111) is not None, "its head may have seen the quorum only now"
+    assert view(rung | {"a": bell(100, times=(110, 173))}).schedule(110) is not None
+    own = replace(view(rung | {"a": bell(100, times=(110, 86_510))}), head="a")
+    assert own.schedule(110) is not None
+    assert own.schedule(109) is None, "beyond the horizon"
 
 
 def test_bell_from_the_future_counts_once_its_time_has_come() -> None:
@@ -150,7 +158,8 @@ def test_where_all_state_absurd_durations_the_group_meets_within_the_horizon() -
     assert times is not None
     assert times.scheduled_at == 106 + 24 * 3600
     assert seen.schedule(106) is None
-    assert view({"a": replace(seen.bells["a"], **vars(times)), "b": bell(105)}).schedule(107)
+    told = replace(seen.bells["a"], **vars(times))
+    assert view({"a": told, "b": seen.bells["b"]}).schedule(107)
 
 
 # ---- which round -------------------------------------------------------------------------------

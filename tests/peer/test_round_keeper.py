@@ -293,11 +293,16 @@ def test_a_head_that_has_rung_and_lost_its_replica_keeps_its_appointment(stale: 
 
 
 # ---- what lasts longer than a record in the DHT -------------------------------------------------
+def long_rounds(times: tuple[float, float]) -> dict[str, BellRecord]:
+    """Of an hour; one bell has the times."""
+    return {"f": bell_record(NOW, round_s=3600.0), "g": bell_record(NOW, times, round_s=3600.0)}
+
+
 def test_the_time_of_a_group_stands_though_the_bell_that_told_it_has_expired() -> None:
     """A round of an hour has a grace of fifteen minutes, and its bells live for half a minute."""
     keeper = keeper_of()
     far = (NOW + 600, NOW + 640)
-    look(keeper, "h", {"g": bell_record(NOW, far)})
+    look(keeper, "h", long_rounds(far))
     look(keeper, "h", {})
     assert keeper.send_due(NOW + 599) is None
     assert keeper.send_due(NOW + 600) == (0, far[1])
@@ -331,12 +336,12 @@ def test_a_head_that_has_gone_on_keeps_its_bell_alive_until_the_group_has_met() 
 
 def test_who_has_sent_hears_that_its_group_meets_earlier() -> None:
     keeper = keeper_of()
-    look(keeper, "", {"g": bell_record(NOW, (NOW + 100, NOW + 200))})
+    look(keeper, "", long_rounds((NOW + 100, NOW + 200)))
     keeper.end(0)
     assert keeper.meets_at(0) == NOW + 200
-    look(keeper, "", {"g": bell_record(NOW, (NOW + 20, NOW + 50))})
+    look(keeper, "", long_rounds((NOW + 20, NOW + 50)))
     assert keeper.meets_at(0) == NOW + 50
-    look(keeper, "", {"g": bell_record(NOW, (NOW + 100, NOW + 300))})
+    look(keeper, "", long_rounds((NOW + 100, NOW + 300)))
     assert keeper.meets_at(0) == NOW + 50
 
 

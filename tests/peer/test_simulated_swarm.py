@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.simulation.clock import START, Timeline
 from benchmarks.simulation.dht import SimulatedSwarm
+from benchmarks.simulation.liars import MEMBER_LIES, Lying, Who
 from benchmarks.simulation.peer import SimulatedPeer
 from benchmarks.simulation.schedules import schedule
 from benchmarks.simulation.world import TOKENS_PER_STEP, Fault, Outcome, Scenario, World
@@ -103,6 +104,83 @@ def test_what_strangers_say_costs_no_round_of_a_run_that_stands(strangers: int, 
     assert outcome.rounds == 12 and outcome.left_s is None
     assert outcome.committed_share >= 11 / 12
     assert outcome.every_head_share >= 10 / 12
+
+
+# ---- members and bootstraps that lie -------------------------------------------------------------
+LIES_AFTER = 6.0
+
+
+def lied_to(who: Who, how: str, **facts: Any) -> Outcome:
+    """Of four heads, to whom a fifth one comes once a bootstrap lies."""
+    joins = () if who == "member" else (0.0, 0.0, 0.0, 0.0, 60.0 * (LIES_AFTER + 2))
+    step_s = (1.0, 1.1, 1.2, 1.3, 1.4)[: len(joins) or 4]
+    lying = Lying(who=who, how=how, after=LIES_AFTER)
+    scenario = Scenario(step_s=step_s, round_s=60.0, rounds=12, joins=joins, lying=lying)
+    outcome = World(replace(scenario, **facts)).play()
+    assert outcome.conserved
+    return outcome
+
+
+def unharmed(outcome: Outcome) -> bool:
+    """No fork, no record of the liar's own, no token lost, nobody gone."""
+    taken = outcome.forks, outcome.false_records, outcome.lost_share, outcome.left
+    return outcome.one_chain and taken == (0, 0, 0.0, 0)
+
+
+@pytest.mark.parametrize("how", MEMBER_LIES)
+def test_a_member_that_lies_is_not_followed_and_stops_no_round(how: str) -> None:
+    outcome = lied_to("member", how)
+    assert unharmed(outcome)
+    assert outcome.every_head_share >= 10 / 12  # a bell with a time that is too early for some
+    assert outcome.committed >= outcome.rounds - 1
+    # whose steps are said to take for ever is waited for as long as a round
+    round_s = outcome.seconds / outcome.rounds
+    assert round_s < (2.5 if how in ("times", "all") else 1.5) * 60.0
+
+
+def test_one_of_eight_in_each_of_two_stages_lies_in_every_way() -> None:
+    step_s = tuple(1 + 0.05 * number for number in range(8))
+    outcome = lied_to("member", "all", step_s=step_s, stages=2)
+    assert unharmed(outcome)
+    assert outcome.committed >= outcome.rounds - 1
+
+
+@pytest.mark.parametrize("how", ["the end", "fork of 4"])
+def test_what_a_lying_bootstrap_of_the_operator_cannot_do(how: str) -> None:
+    """Claiming too many tokens for a record that all had, it had all wait for a state that nobody
+    has, for good."""
+    outcome = lied_to("bootstrap", how)
+    assert (outcome.forks, outcome.lost_share, outcome.left) == (0, 0.0, 0)
+    assert outcome.committed >= outcome.rounds - 1
+    assert outcome.false_records == (how == "fork of 4"), "the joiner's"
+
+
+@pytest.mark.parametrize("how", ["fork of 3", "late fork", "own records"])
+@pytest.mark.parametrize("bootstraps", [1, 2])
+def test_what_a_lying_bootstrap_of_the_operator_can_do_a_copy_does_not_prevent(
+    how: str, bootstraps: int
+) -> None:
+    """As docs/algorithm.md says: all go over to a chain of its own."""
+    outcome = lied_to("bootstrap", how, bootstraps=bootstraps)
+    assert outcome.one_chain and outcome.false_records >= 1
+    assert how == "own records" or (outcome.forks >= 4 and outcome.lost_share > 0.0)
+
+
+def test_a_run_that_a_bootstrap_stopped_goes_on_when_it_stops_to_lie() -> None:
+    lying = Lying(who="bootstrap", how="far rounds", after=LIES_AFTER)
+    stopped = lied_to("bootstrap", "far rounds", lying=lying)
+    goes_on = lied_to("bootstrap", "far rounds", lying=replace(lying, lasts=2.0))
+    assert stopped.committed <= LIES_AFTER + 1
+    assert unharmed(stopped) and unharmed(goes_on)
+    assert goes_on.committed >= goes_on.rounds - 3
+
+
+@pytest.mark.parametrize("how", ["fork of 3", "own records", "far rounds", "the end"])
+def test_a_copy_of_the_bootstrap_leads_nobody_who_has_a_chain(how: str) -> None:
+    outcome = lied_to("copy", how, bootstraps=2)
+    assert unharmed(outcome)
+    assert outcome.committed >= outcome.rounds - 1
+    assert outcome.every_head_share == 1.0
 
 
 # ---- faults --------------------------------------------------------------------------------------

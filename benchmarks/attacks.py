@@ -1,14 +1,25 @@
-"""What liars among the members of an exchange do to the loss, under several rules of averaging.
+"""What liars among the members of an exchange do to the loss, under several rules of averaging, and
+what the rules do to honest members that have little or other data.
 
-    python benchmarks/attacks.py [--seeds 3] [--rounds 30] [--codec defaults] [--processes 2]
-                                 [--quick] [--json] [--out DIR]
+    python benchmarks/attacks.py [--part liars] [--seeds 3] [--rounds 30] [--codec defaults]
+                                 [--processes 2] [--quick] [--json] [--out DIR]
 
 Eight workers train one small model in one process, as in benchmarks/convergence.py, under the rules
 that a manifest may name (`rounds.robust`; peer/rounds/robust.py) and under centered clipping; every
 worker reduces one part of each phase, by itself. One or two of the eight lie. Figures are how far
 the validation loss at the end is above that of the honest run in which everybody is believed, from
 the same seed; and, of the honest runs, how many bytes and seconds of a processor more the exchanges
-took. --quick: one seed, five rows, two rules (two minutes; seconds with --rounds 3). --json: one
+took.
+
+Nobody lies in the second table (--part unusual), and the first worker is another one than the rest,
+which learn from the source code of Python's library: it makes a tenth of the inner steps, or learns
+from prose (the reference of the language that the library holds), or from code whose bytes are no
+other worker's, as another script's would be. Beside the loss over that of everybody believed are
+the shares of values that the gate left out, or shortened to less than half, of this worker and of
+the others, the rounds whose average mostly lacked its values, and how often the chain would have
+had it sit out for that.
+
+--quick: one seed, five rows of liars, two rules (two minutes; seconds with --rounds 3). --json: one
 line and nothing else.
 """
 
@@ -26,15 +37,16 @@ import torch
 # the simulation's modules; a script has only its own folder on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.convergence_rules import ADAPTIVE, DEFAULTS, FOUR_BIT, WORLD, rules
+from benchmarks.convergence_rules import ADAPTIVE, DEFAULTS, FOUR_BIT, TWO_BIT, WORLD, rules
 from benchmarks.convergence_runs import Runner, gaps, mean
 from benchmarks.report import Column, Report, parser
 from benchmarks.simulated_exchange import Attack, Averaging
 from benchmarks.simulated_swarm import Outcome, Rule, World
 
 FIRST_SEED = 40
-CODECS = {"defaults": DEFAULTS, "adaptive": ADAPTIVE, "dense": FOUR_BIT}
+CODECS = {"defaults": DEFAULTS, "adaptive": ADAPTIVE, "dense": FOUR_BIT, "two_bits": TWO_BIT}
 HONEST = "nobody"
+WORKERS = 8
 ATTACKS: dict[str, Attack | None] = {
     HONEST: None,
     "1 flips, times ten": Attack(kind="flip", liars=1, factor=10.0),
@@ -58,6 +70,20 @@ QUICK = (
     "2 flip, times ten",
     "1 reduces, reversed",
     "1 reduces, biased",
+)
+TENTH = 10  # of the inner steps of others, which are as many
+UNUSUAL: dict[str, dict[str, Any]] = {
+    HONEST: {},
+    "a tenth of the steps": {"paces": (1, *[TENTH] * (WORKERS - 1))},
+    "prose": {"other": "prose"},
+    "another script": {"other": "script"},
+}
+TREATED = (
+    Column("who is unusual"),
+    Column("loss", "+.1%"),
+    *(Column(name, ".1%") for name in ("left out", "others", "shortened", "others")),
+    Column("rounds unheard", ".1%"),
+    Column("sits out"),
 )
 
 Found = Mapping[str, Mapping[str, Sequence[Outcome]]]
@@ -108,6 +134,35 @@ def costs(found: Found) -> dict[str, dict[str, float]]:
     }
 
 
+def unusual(
+    runner: Runner, world: World, codec: str, seeds: Sequence[int]
+) -> dict[str, dict[str, float]]:
+    """What the gate did, by who is unusual: means over the seeds, of the others over them too, but
+    how often the first sits out in all of them.
+    """
+    rows: dict[str, tuple[World, Rule]] = {}
+    for who, changes in UNUSUAL.items():
+        one = replace(world, inner_steps=TENTH, **changes)
+        base = rules(one)[codec]
+        rows |= {f"{who} {name}": (one, replace(base, robust=name)) for name in RULES[:2]}
+    found = runner.run_worlds(rows, seeds)
+    told: dict[str, dict[str, float]] = {}
+    for who in UNUSUAL:
+        gated = found[f"{who} gate"]
+        first = [each.hearings[0] for each in gated]
+        others = [hearing for each in gated for hearing in each.hearings[1:]]
+        told[who] = {
+            "loss": mean(gaps(gated, found[f"{who} none"])),
+            "left_out": mean([each.left_out for each in first]),
+            "others_left_out": mean([each.left_out for each in others]),
+            "shortened": mean([each.shortened for each in first]),
+            "others_shortened": mean([each.shortened for each in others]),
+            "unheard": mean([each.unheard for each in first]),
+            "sits_out": sum(each.sat_out for each in first),
+        }
+    return told
+
+
 def draw(figures: Mapping[str, Mapping[str, float]], file: Path) -> None:
     """Bars of losses by attack and rule."""
     from matplotlib.figure import Figure  # not all who measure draw
@@ -130,8 +185,38 @@ def draw(figures: Mapping[str, Mapping[str, float]], file: Path) -> None:
     figure.savefig(file, dpi=150)
 
 
+def tell_liars(report: Report, world: World, codec: str, found: Found) -> None:
+    honest = found[HONEST]
+    report.say(
+        f"{world.workers} workers, {world.rounds} rounds of {world.inner_steps} inner steps, codec "
+        f"{codec}, {len(honest['none'])} seeds; loss over that of "
+        f"{mean([each.loss for each in honest['none']]):.3f}"
+    )
+    figures = over(found)
+    told = figures | {f"{what}, {HONEST}": by_rule for what, by_rule in costs(found).items()}
+    rows = [(what, *(by_rule[name] for name in honest)) for what, by_rule in told.items()]
+    report.table([Column("who lies"), *(Column(name, "+.1%") for name in honest)], rows)
+    if file := report.picture():
+        draw(figures, file)
+
+
+def tell_unusual(
+    report: Report,
+    world: World,
+    codec: str,
+    seeds: int,
+    treated: Mapping[str, Mapping[str, float]],
+) -> None:
+    report.say(
+        f"{world.workers} honest workers, {world.rounds} rounds of {TENTH} inner steps, codec "
+        f"{codec}, {seeds} seeds; with the gate, over the loss of everybody believed"
+    )
+    report.table(TREATED, [(who, *each.values()) for who, each in treated.items()], part="unusual")
+
+
 def main() -> None:
     made = parser(__doc__)
+    made.add_argument("--part", choices=("liars", "unusual"), help="this table only")
     made.add_argument("--seeds", type=int, default=3)
     made.add_argument("--rounds", type=int, default=30)
     made.add_argument("--codec", choices=list(CODECS), default="defaults")
@@ -140,28 +225,26 @@ def main() -> None:
     options = made.parse_args()
     report = None if options.json else Report("attacks", options.out)
     torch.set_num_threads(1)
-    world = replace(WORLD, workers=8, rounds=options.rounds)
-    base = rules(world)[CODECS[options.codec]]
+    world = replace(WORLD, workers=WORKERS, rounds=options.rounds)
+    codec = CODECS[options.codec]
     seeds = range(FIRST_SEED, FIRST_SEED + (1 if options.quick else options.seeds))
-    names = RULES[:2] if options.quick else RULES
-    attacks = QUICK if options.quick else tuple(ATTACKS)
+    told: dict[str, Any] = {}
     with Runner(options.processes, points=1) as runner:
-        found = found_of(runner, world, base, attacks, names, seeds)
-    figures, added = over(found), costs(found)
+        if options.part != "unusual":
+            names = RULES[:2] if options.quick else RULES
+            attacks = QUICK if options.quick else tuple(ATTACKS)
+            found = found_of(runner, world, rules(world)[codec], attacks, names, seeds)
+            told |= {"loss": over(found), **costs(found)}
+            if report is not None:
+                tell_liars(report, world, options.codec, found)
+        if options.part != "liars":
+            told["unusual"] = treated = unusual(runner, world, codec, seeds)
+            if report is not None:
+                tell_unusual(report, world, options.codec, len(seeds), treated)
     if report is None:
-        sys.stdout.write(json.dumps({"loss": figures, **added}) + "\n")
-        return
-    report.say(
-        f"{world.workers} workers, {world.rounds} rounds of {world.inner_steps} inner steps, codec "
-        f"{options.codec}, {len(seeds)} seeds; loss over that of "
-        f"{mean([each.loss for each in found[HONEST]['none']]):.3f}"
-    )
-    told = figures | {f"{what}, {HONEST}": by_rule for what, by_rule in added.items()}
-    rows = [(what, *(by_rule[name] for name in names)) for what, by_rule in told.items()]
-    report.table([Column("who lies"), *(Column(name, "+.1%") for name in names)], rows)
-    if file := report.picture():
-        draw(figures, file)
-    report.close()
+        sys.stdout.write(json.dumps(told) + "\n")
+    else:
+        report.close()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""A local swarm (dilocox.local_swarm) some of whose workers lie, and whose members judge reducers.
+"""A local swarm (dilocox.local_swarm) some of whose workers lie, whose members judge reducers, and
+which notes how far each was believed.
 
 Centered clipping (benchmarks/robust.py) is a rule of averaging beside the product's.
 """
@@ -10,6 +11,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, Literal
 
 import torch
@@ -19,7 +21,7 @@ from benchmarks.robust import centered
 from dilocox.dht.manifest_sections import RobustRule
 from dilocox.peer.rounds.robust import LEAST_GATED, Likeness, likeness, not_of_ours
 from dilocox.peer.rounds.shares import decode, encode
-from dilocox.peer.rounds.standing import bounded_weights
+from dilocox.peer.rounds.standing import Standing, bounded_weights, following_standings
 from dilocox.peer.training.local_swarm import LocalSwarm
 
 Averaging = RobustRule | Literal["centered"]
@@ -72,6 +74,22 @@ class Attack:
                     pass  # it sends what it learnt
 
 
+@dataclass(frozen=True, kw_only=True)
+class Hearing:
+    """How far one worker was believed, over all rounds.
+
+    left_out: the share of the values that it sent, in all phases, that are in no mean. shortened:
+        of those that are in one to less than half of their length.
+    unheard: the share of rounds whose average mostly lacks its values. sat_out: how often the chain
+        would have had it sit out for that (standing.py); here it takes part all the same.
+    """
+
+    left_out: float
+    shortened: float
+    unheard: float
+    sat_out: int
+
+
 class AttackedSwarm(LocalSwarm):
     """Its first workers may lie; seconds of a processor in all exchanges are `exchange_s`."""
 
@@ -82,11 +100,25 @@ class AttackedSwarm(LocalSwarm):
         self._attack = attack or Attack(kind="flip", liars=0)
         self._members: list[int] = []
         self._alike: dict[tuple[int, int], dict[int, Likeness]] = {}
+        self._round = 0
+        self._standings: tuple[Standing, ...] = ()
+        self._noted = Counter[tuple[str, int]]()  # by what and worker: values, or rounds
         self.exchange_s = 0.0
+
+    def hearing(self, worker: int) -> Hearing:
+        """How far a worker was believed, in a swarm in which none is absent."""
+        noted = self._noted
+        sent = max(1, noted["sent", worker])
+        return Hearing(
+            left_out=noted["left out", worker] / sent,
+            shortened=noted["shortened", worker] / sent,
+            unheard=noted["unheard", worker] / (self._round + 1),
+            sat_out=noted["sat out", worker],
+        )
 
     def average(self, number: int, messages: Sequence[Tensor]) -> Tensor:
         """The average of a round's messages, as the liars make it."""
-        attack = self._attack
+        attack, self._round = self._attack, number
         attack.change(messages, seed=self._seed * 1000 + number)
         started = time.process_time()
         average = super().average(number, messages)
@@ -104,7 +136,7 @@ class AttackedSwarm(LocalSwarm):
         while True:
             self._alike = defaultdict(dict)
             stated = {
-                str(place): self._attack.weight if self._lies(member) else 1
+                str(place): weight[str(member)] * (self._attack.weight if self._lies(member) else 1)
                 for place, member in enumerate(self._members)
             }
             vectors, counted = super().exchange(
@@ -114,8 +146,23 @@ class AttackedSwarm(LocalSwarm):
             if not blamed or len(blamed) >= len(self._members):
                 break
             self._members = [n for n in self._members if n not in blamed]
-        parts = dict(zip(self._members, counted, strict=True))
-        return vectors, [parts.get(n, []) for n in range(len(messages))]
+        found = dict(zip(self._members, counted, strict=True))
+        parts = [found.get(n, []) for n in range(len(messages))]
+        self._remember(parts, len(vectors[-1]))
+        return vectors, parts
+
+    def _remember(self, parts: Sequence[Sequence[slice]], numel: int) -> None:
+        """What the record would say of each member."""
+        shares = [sum(part.stop - part.start for part in each) / numel for each in parts]
+        heard = {str(n): shares[n] for n in self._members}
+        excluded = {str(n) for n in range(len(parts)) if n not in self._members}
+        self._standings = following_standings(self._standings, self._round, heard, excluded)
+        self._noted.update(("unheard", n) for n, share in enumerate(shares) if share < 0.5)
+        self._noted.update(
+            ("sat out", int(each.peer))
+            for each in self._standings
+            if each.left_out == self._round and each.sits_out(self._round + 1)
+        )
 
     def reduce(
         self, phase: int, reducer: int, values: Mapping[str, Tensor], weight: Mapping[str, int]
@@ -125,6 +172,7 @@ class AttackedSwarm(LocalSwarm):
             mean, heard = self._centered(phase, values, weight)
         else:
             mean, heard = super().reduce(phase, reducer, values, weight)
+        self._note(values, heard)
         if self._lies(self._members[reducer]) and self._attack.reduces:
             mean = self._attack.returned(mean)
         total = sum(weight[name] for name in heard)
@@ -134,6 +182,18 @@ class AttackedSwarm(LocalSwarm):
             if int(name) != reducer and (beside := likeness(mean, own, share, len(heard))):
                 self._alike[phase, member][self._members[reducer]] = beside
         return mean, heard
+
+    def _note(self, values: Mapping[str, Tensor], heard: Sequence[str]) -> None:
+        """Count what is in a mean; lengths are those before the codec, which changes all alike."""
+        norms = {name: float(own.norm()) for name, own in values.items()}
+        limit = median(norms[name] for name in heard)
+        for name, own in values.items():
+            worker = self._members[int(name)]
+            self._noted["sent", worker] += len(own)
+            if name not in heard:
+                self._noted["left out", worker] += len(own)
+            elif norms[name] > 2 * limit:
+                self._noted["shortened", worker] += len(own)
 
     def _lies(self, worker: int) -> bool:
         return worker < self._attack.liars

@@ -9,22 +9,24 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import islice
+from pydoc_data.topics import topics
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.fleet import Fleet
-from benchmarks.simulated_exchange import Attack, AttackedSwarm, Averaging
+from benchmarks.simulated_exchange import Attack, AttackedSwarm, Averaging, Hearing
 from benchmarks.uneven_swarm import PacedFleet, UnevenSwarm
 from dilocox.compression.stage_codec import Compression
 from dilocox.dht.manifest import CodecSpec, DataSpec, InnerSpec, OuterSpec, RoundSpec
-from dilocox.peer.training.data import Corpus, held_out_windows
+from dilocox.peer.training.data import ByteTokenizer, Corpus, held_out_windows
 from dilocox.peer.training.inner_optimizer import learning_rate
 from dilocox.pipeline.stage import parameter_shapes
 
 FP16_BYTES = 2  # of a value
 DATA = DataSpec(parts=16)  # a part holds about half a million tokens
+FIRST_BYTE = 3  # the id of byte 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +36,9 @@ class World:
     arrival: inner steps from a send to its record. batch: windows of an inner step, and their
     length in tokens. paces: inner steps of each worker in a round; all of them if left out.
     absent: worker r mod n is not in round r. mixed: all workers draw from all files, instead of
-    each from its own.
+    each from its own. other: what the first worker learns from in the place of source code: prose
+    (the reference of the language, as pydoc has it), or its code in letters that no other worker
+    has, as another script would be to a tokenizer of bytes.
     """
 
     model: dict[str, Any]
@@ -47,6 +51,7 @@ class World:
     paces: tuple[int, ...] = ()
     absent: bool = False
     mixed: bool = False
+    other: Literal["", "prose", "script"] = ""
 
     def __post_init__(self) -> None:
         if self.paces and (len(self.paces) != self.workers or max(self.paces) != self.inner_steps):
@@ -115,7 +120,7 @@ class Outcome:
     """What a trial came to.
 
     bytes_sent: by each peer, on the average. exchange_s: of a processor in all exchanges. ranks: of
-        the last exchange's factored matrices.
+        the last exchange's factored matrices. hearings: of each worker, where none is absent.
     """
 
     trial: Trial
@@ -123,6 +128,7 @@ class Outcome:
     bytes_sent: float
     exchange_s: float
     ranks: tuple[int, ...]
+    hearings: tuple[Hearing, ...]
 
     @property
     def loss(self) -> float:
@@ -158,7 +164,7 @@ def run_trials(world: World, trials: Sequence[Trial], points: int = 1) -> list[O
     together = [swarm.rows for swarm in swarms if swarm.averages_gradients]
     data = torch.cat(
         [
-            _windows(world.workers, world.steps, world.batch, trial.seed, world.mixed)
+            _windows(world.workers, world.steps, world.batch, trial.seed, world.mixed, world.other)
             for trial in trials
         ]
     )
@@ -218,6 +224,7 @@ class _Trial:
             + swarm.bytes_sent / len(self._weights),
             exchange_s=swarm.exchange_s,
             ranks=tuple(rank for rank in swarm.ranks if rank),
+            hearings=tuple(map(swarm.hearing, range(len(self._weights)))),
         )
 
 
@@ -229,9 +236,7 @@ def _fleet(world: World, seeds: Sequence[int], inner: InnerSpec) -> Fleet | Pace
     return PacedFleet(world.model, seeds, inner, paces=paces, inner_steps=world.inner_steps)
 
 
-def _swarm(
-    world: World, trial: Trial, stage: nn.Module, weights: list[Tensor]
-) -> AttackedSwarm | UnevenSwarm:
+def _swarm(world: World, trial: Trial, stage: nn.Module, weights: list[Tensor]) -> AttackedSwarm:
     """The trial's workers, whose live weights these are."""
     rule = trial.rule
     common: dict[str, Any] = {
@@ -239,11 +244,13 @@ def _swarm(
         "weights": weights,
         "arrival": world.arrival,
         "seed": trial.seed,
+        "robust": rule.robust,
+        "attack": rule.attack,
     }
     if not (world.paces or world.absent or rule.half):
-        return AttackedSwarm([stage], **common, robust=rule.robust, attack=rule.attack)
-    if rule.robust != "none" or rule.attack is not None:
-        raise ValueError("uneven workers are all honest here")
+        return AttackedSwarm([stage], **common)
+    if world.absent and rule.attack is not None:
+        raise ValueError("workers that may be absent are all honest here")
     paces = world.paces or (world.inner_steps,) * world.workers
     return UnevenSwarm([stage], **common, paces=paces, absent=world.absent, half=rule.half)
 
@@ -271,11 +278,17 @@ def _sections(world: World, rule: Rule) -> dict[str, Any]:
 
 @lru_cache(maxsize=4)
 def _windows(
-    workers: int, steps: int, batch: tuple[int, int], seed: int, mixed: bool = False
+    workers: int,
+    steps: int,
+    batch: tuple[int, int],
+    seed: int,
+    mixed: bool = False,
+    other: str = "",
 ) -> Tensor:
     """What each worker trains on, int64 [workers, steps, b, t + 1]: data part w of the seed's.
 
-    mixed: the same windows, dealt to the workers at random.
+    mixed: the same windows, dealt to the workers at random. other: of the first worker, as in
+    World.
     """
     size, length = batch
     data = replace(DATA, parts=max(DATA.parts, workers))
@@ -289,7 +302,21 @@ def _windows(
         draw = torch.Generator().manual_seed(seed)
         dealt = torch.randperm(workers * steps * size, generator=draw)
         windows = windows.flatten(0, 2)[dealt].view(windows.shape)
+    if other:
+        windows[0] = _other_text(other, windows[0], seed)
     return windows
+
+
+def _other_text(kind: str, windows: Tensor, seed: int) -> Tensor:
+    """Windows in the place of these [steps, b, t + 1]: prose, or the same text in other letters."""
+    if kind == "script":
+        letters = (windows - FIRST_BYTE + 128) % 256 + FIRST_BYTE
+        return torch.where(windows < FIRST_BYTE, windows, letters)
+    length = windows.shape[-1]
+    text = torch.from_numpy(ByteTokenizer().encode("".join(topics.values()).encode())).long()
+    cut = text[: len(text) // length * length].view(-1, length)
+    drawn = torch.randperm(len(cut), generator=torch.Generator().manual_seed(seed))
+    return cut[drawn[: windows[..., 0].numel()]].view(windows.shape)
 
 
 @lru_cache(maxsize=2)

@@ -1,7 +1,7 @@
 """Local swarms whose workers are of several speeds, are absent in turn, or send values in fp16.
 
 Why: the papers' seeds averaged equal machines in fp16. Everything else is as in
-dilocox.local_swarm: a worker's progress counts by its tokens, bounded as peers bound it, and what
+simulated_exchange.py: a worker's progress counts by its tokens, bounded as peers bound it, and what
 an absent one learnt goes with its next send.
 """
 
@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.fleet import Fleet
+from benchmarks.simulated_exchange import AttackedSwarm
 from dilocox.dht.manifest import InnerSpec
-from dilocox.peer.rounds.standing import bounded_weights
-from dilocox.peer.training.local_swarm import LocalSwarm
 from dilocox.peer.training.merge import RecordFacts, Remainder
 
 LARGEST_FP16 = torch.finfo(torch.float16).max
@@ -76,14 +75,12 @@ class PacedFleet:
         return self._fleets[0][2].validation_loss(weights, windows)
 
 
-class UnevenSwarm(LocalSwarm):
+class UnevenSwarm(AttackedSwarm):
     """Workers of several speeds, or absent in turn.
 
     paces: inner steps of each worker in a round. absent: worker r mod n is not in round r. half:
         values and means travel in fp16 instead of the codec's 32 bits, and no residual knows of it.
     """
-
-    exchange_s = 0.0
 
     def __init__(
         self, *arguments: Any, paces: Sequence[int], absent: bool, half: bool, **named: Any
@@ -139,10 +136,9 @@ class UnevenSwarm(LocalSwarm):
     def exchange(
         self, messages: Sequence[Tensor], weight: Mapping[str, int]
     ) -> tuple[list[Tensor], list[list[slice]]]:
-        """As in LocalSwarm, each member weighed by its tokens."""
+        """As in AttackedSwarm, each member weighed by its tokens."""
         unit = gcd(*self._tokens)
-        stated = {str(n): tokens // unit for n, tokens in enumerate(self._tokens)}
-        return super().exchange(messages, bounded_weights(stated, {}))
+        return super().exchange(messages, {str(n): t // unit for n, t in enumerate(self._tokens)})
 
     def reduce(
         self, phase: int, reducer: int, values: Mapping[str, Tensor], weight: Mapping[str, int]

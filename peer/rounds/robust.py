@@ -1,15 +1,18 @@
 """How far a reducer believes each member: nobody is to move an average alone, or backwards. The
 rules alone; shares.py has the parts that they judge.
 
-    gate  parts are left out whose cosine with the coordinate-wise median is not positive; of the
-          others those longer than the median one are shortened to it. The default.
+    gate  parts are left out that go against the coordinate-wise median, by a quarter of the cosine
+          with which a usual one goes along it; of the others those longer than the median one are
+          shortened to it. The default.
     clip  parts longer than the median one are shortened to it, wherever they go.
     none  everybody is believed.
 
 A member that sends ten times its update with the sign flipped would turn a run around; with it one
 of eight members costs nothing that can be measured, and two of eight little (docs/results.md).
 Gradient clipping alone bounds how far a liar goes, not where to; a median alone leans one way where
-members differ. Who is left out of a part keeps it in its residual, as one whose part came too late.
+members differ. Honest members of other data go across the others, by chance a little against them:
+so the quarter, which is all that a liar who knows it can take back of what one member gives. Who is
+left out of a part keeps it in its residual, as one whose part came too late.
 
 Members are judged by those who vote (standing.py), by their median and their norms, or a crowd of
 fresh keys would be the median. Of two and three voters nobody can say which one lies: of them
@@ -37,6 +40,7 @@ from torch import Tensor
 from dilocox.dht.manifest_sections import RobustRule
 
 LEAST_GATED = 4  # voters: of three, two would leave out the third
+AGAINST = 0.25  # of the median cosine; who lies by flipping its sign is at one and more
 MOST_LONGER = 4.0  # than the other means, each beside one's own values there
 CHANCE = 3.0  # deviations: what lies along something by less does so by chance
 CLEAR = 4.0  # times chance, that one's own values alone make a mean lie along them
@@ -62,7 +66,11 @@ def factors(
     believed = [True] * len(norms)
     if rule == "gate" and (len(judges) >= LEAST_GATED or len(judges) < len(norms)):
         # who has nothing to say does no harm
-        goes = [bool(a > 0) or norm == 0 for a, norm in zip(along(judges), norms, strict=True)]
+        cosines = [
+            float(a) / norm if norm else 0.0 for a, norm in zip(along(judges), norms, strict=True)
+        ]
+        least = -AGAINST * max(0.0, median(cosines[place] for place in judges))
+        goes = [each > least or norm == 0 for each, norm in zip(cosines, norms, strict=True)]
         # of few judges none is left out; nor where none goes with the others: there is no way
         few = len(judges) < LEAST_GATED or not any(goes[place] for place in judges)
         believed = [each or (few and place in judges) for place, each in enumerate(goes)]

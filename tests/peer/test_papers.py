@@ -108,7 +108,8 @@ def swarm_of(models: list[nn.Linear], **facts: Any) -> UnevenSwarm:
     outer = OuterSpec(merge="none", learning_rate=1.0, momentum=0.0)
     rounds = RoundSpec(inner_steps=H, robust="none")
     codec = CodecSpec(**RAW, residual_decay=0.0)
-    given = {"paces": (H,) * len(models), "absent": False, "half": False} | facts
+    given: Any = {"paces": (H,) * len(models), "absent": False, "half": False} | facts
+    given |= {"robust": "none", "attack": None}
     return UnevenSwarm(models, rounds=rounds, arrival=0, outer=outer, codec=codec, **given)
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.attacks import TENTH, UNUSUAL, WORKERS
+from benchmarks.convergence_rules import DEFAULTS, TWO_BIT, WORLD, rules
 from benchmarks.robust import centered
 from benchmarks.simulated_exchange import Averaging
+from benchmarks.simulated_swarm import Trial, run_trials
 from dilocox.compression.group_quantization import GroupCodec
 from dilocox.compression.workers import PIECE, Workers
 from dilocox.dht.manifest_sections import RobustRule
@@ -131,7 +135,8 @@ def test_who_states_ten_times_the_tokens_moves_a_mean_twice_at_most() -> None:
 @pytest.mark.parametrize(
     ("along", "expected"),
     [
-        ([1.0, 1.0, 0.0, 2.0], [1.0, 1.0, 0.0, 0.25]),
+        ([1.0, 1.0, -0.2, 2.0], [1.0, 1.0, 0.0, 0.25]),
+        ([1.0, 1.0, -0.1, 2.0], [1.0, 1.0, 1.0, 0.25]),  # against them by less than a quarter
         ([-1.0, -1.0, 0.0, -2.0], [1.0, 1.0, 1.0, 0.25]),  # nobody goes with the others
     ],
 )
@@ -148,6 +153,18 @@ def test_a_part_of_many_pieces_has_the_bytes_of_one_thread(rule: RobustRule) -> 
     found = [reduced(rule, sent, bits=4, names="abcd", threads=n) for n in (1, 3)]
     assert torch.equal(found[0].values, found[1].values)
     assert found[0].contributors == found[1].contributors
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("who", list(UNUSUAL)[1:])
+def test_who_honestly_has_little_or_other_data_is_heard_in_every_round(who: str) -> None:
+    sizes = replace(WORLD, workers=WORKERS, inner_steps=TENTH, rounds=7, batch=(2, 16), held_out=2)
+    world = replace(sizes, **UNUSUAL[who])
+    found = [replace(rules(world)[codec], robust="gate") for codec in (DEFAULTS, TWO_BIT)]
+    for outcome in run_trials(world, [Trial(rule=rule, seed=40) for rule in found]):
+        first = outcome.hearings[0]
+        assert first.left_out < 0.1
+        assert first.unheard == first.sat_out == 0
 
 
 def judged(sent: Tensor, spoil: Callable[[Tensor, Tensor], Tensor], *, columns: int) -> int:

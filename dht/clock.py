@@ -18,6 +18,7 @@ from typing import Protocol
 
 MAX_ROUND_TRIP_S = 2.0
 MOST_SLEW = 1 / 60  # seconds a second
+MOST_APART_S = 1.0  # of two bootstraps: a copy follows the operator's
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,18 @@ def median_offset(samples: Iterable[OffsetSample]) -> float | None:
         if 0 <= sample.round_trip_s <= MAX_ROUND_TRIP_S and math.isfinite(sample.offset_s)
     ]
     return statistics.median(offsets) if offsets else None
+
+
+def agreed_offset(told: Iterable[Iterable[OffsetSample]], before: float) -> float | None:
+    """The median of what others say of the time, each in some samples; None where none tells.
+
+    Of two that are too far apart one is wrong: then the nearer to the offset before counts, which
+    is what the run has gone by, or, of one that joins, what this machine has.
+    """
+    found = [each for samples in told if (each := median_offset(samples)) is not None]
+    if len(found) == 2 and abs(found[0] - found[1]) > MOST_APART_S:
+        return min(found, key=lambda each: abs(each - before))
+    return statistics.median(found) if found else None
 
 
 class Clock(Protocol):
@@ -78,7 +91,7 @@ class RunClock:
         return self._offset.value
 
     def measured(self, offset: float) -> None:
-        """Set the offset, as `median_offset` gave it for samples taken with `own_time`."""
+        """Set the offset, as `agreed_offset` gave it for samples taken with `own_time`."""
         self._offset.value = offset
         self._measured_at = ticks()
 

@@ -25,7 +25,7 @@ from hivemind.proto import dht_pb2
 from hivemind.utils.multiaddr import Multiaddr
 
 from dilocox.dht.addresses import FindReach, Reachability
-from dilocox.dht.clock import OffsetSample, RunClock, median_offset
+from dilocox.dht.clock import OffsetSample, RunClock, agreed_offset
 from dilocox.dht.errors import BootstrapsSilent, EnvironmentFault
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import bootstrap_address, listen_address
@@ -241,7 +241,7 @@ class DaemonOwner:
                 for peer, addresses in peers.items()
             )
         )
-        offset = median_offset(sample for samples in answers for sample in samples)
+        offset = agreed_offset(answers, self._clock.offset)
         if offset is None:
             return False
         if not again:

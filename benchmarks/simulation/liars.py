@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from benchmarks.simulation.averaging import Donor, Honest, SimulatedLog, SimulatedRecord
 from benchmarks.simulation.strangers import ALL_TOKENS, FAR_ROUNDS
 from benchmarks.simulation.witness import BOOTSTRAP, Keeping, SimulatedArchive
-from dilocox.dht.clock import MOST_SLEW, OffsetSample, median_offset
+from dilocox.dht.clock import MOST_SLEW, OffsetSample, agreed_offset
 from dilocox.dht.records import (
     BellRecord,
     ClaimRecord,
@@ -87,8 +87,8 @@ def clock_error_s(ahead: bool, lied_s: float, *, joins: bool, bootstraps: int) -
     """How far run time is off for who is told a false one by one of the bootstraps, for so long
     now: who joins takes what all say, the others go there slowly (RunClock)."""
     told_s = TIME_LIE_S if ahead else -TIME_LIE_S
-    told = [OffsetSample(told_s, 0.1), *(OffsetSample(0.0, 0.1) for _ in range(bootstraps - 1))]
-    error_s = median_offset(told) or 0.0
+    told = [told_s, *[0.0] * (bootstraps - 1)]
+    error_s = agreed_offset(([OffsetSample(each, 0.1)] for each in told), 0.0) or 0.0
     most_s = abs(error_s) if joins else min(abs(error_s), MOST_SLEW * max(0.0, lied_s))
     return most_s if error_s > 0 else -most_s
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from dilocox.dht.clock import MAX_ROUND_TRIP_S, OffsetSample, RunClock, median_offset
+from dilocox.dht.clock import MAX_ROUND_TRIP_S, OffsetSample, RunClock, agreed_offset, median_offset
 from dilocox.dht.identity import Identity
 from dilocox.dht.p2p_daemon import DaemonOptions, DaemonOwner
 
@@ -77,6 +77,27 @@ def test_forked_child_sees_an_offset_that_is_set_later():
 
 def test_half_the_round_trip_is_taken_off():
     assert OffsetSample.from_ping(10.0, 111.0, 12.0) == OffsetSample(100.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("told", "before", "expected"),
+    [
+        ([0.4], 0.0, 0.4),
+        ([600.0], 0.0, 600.0),  # the only one
+        ([0.2, 0.4], 0.0, 0.3),
+        ([600.0, 0.4], 0.0, 0.4),
+        ([-600.0, 0.4], 0.0, 0.4),
+        ([0.0, 700.0], 699.0, 700.0),  # this machine's own clock is off
+        ([0.1, 0.2, 600.0], 0.0, 0.2),
+        ([], 0.0, None),
+    ],
+)
+def test_of_two_clocks_that_differ_the_one_counts_that_the_run_went_by(
+    told: list[float], before: float, expected: float | None
+) -> None:
+    samples = [[OffsetSample(each, 0.1)] * 3 for each in told]
+    silent = [OffsetSample(0.0, MAX_ROUND_TRIP_S + 1.0)]
+    assert agreed_offset([*samples, silent], before) == pytest.approx(expected)
 
 
 def test_median_ignores_a_liar_and_slow_answers():

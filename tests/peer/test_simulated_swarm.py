@@ -175,7 +175,7 @@ def test_a_run_that_a_bootstrap_stopped_goes_on_when_it_stops_to_lie() -> None:
     assert goes_on.committed >= goes_on.rounds - 3
 
 
-@pytest.mark.parametrize("how", ["fork of 3", "own records", "far rounds", "the end"])
+@pytest.mark.parametrize("how", ["fork of 3", "own records", "far rounds", "the end", "time"])
 def test_a_copy_of_the_bootstrap_leads_nobody_who_has_a_chain(how: str) -> None:
     outcome = lied_to("copy", how, bootstraps=2)
     assert unharmed(outcome)

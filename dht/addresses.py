@@ -10,12 +10,13 @@ others wait for it in vain.
 import contextlib
 import errno
 import ipaddress
+import json
 import logging
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,6 +50,42 @@ class Reachability:
     asked: int = 0
     seen: tuple[str, ...] = ()
     by_others: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class WayBack:
+    """How a peer comes back into its run while no bootstrap can be reached, noted while it was in.
+
+    addresses: of other peers, with their ids. client_mode: whether it only dialled out: those whom
+    it dials cannot tell. local_network: as `on_local_network` said, for a name may be gone, too.
+    """
+
+    addresses: tuple[str, ...] = ()
+    client_mode: bool = False
+    local_network: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.addresses)
+
+    def keep(self, file: Path) -> None:
+        """Write it for `kept_way_back`."""
+        with contextlib.suppress(EnvironmentFault):  # a full disk is told by what is needed there
+            write_atomically(file, json.dumps(vars(self)).encode(), durable=False)
+
+
+NO_WAY_BACK = WayBack()
+
+
+def kept_way_back(file: Path) -> WayBack:
+    """What was kept there; none if that cannot be read."""
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, InvalidInput):
+        kept = json.loads(file.read_bytes())
+        addresses = tuple(str(each) for each in kept["addresses"][:MAX_ENTRIES])
+        for address in addresses:
+            bootstrap_address(address)
+        flags = {name: kept[name] is True for name in ("client_mode", "local_network")}
+        return WayBack(addresses=addresses, **flags)
+    return NO_WAY_BACK
 
 
 FindReach = Callable[[Any, Sequence[Any], Sequence[str]], Awaitable[Reachability]]
@@ -98,50 +135,25 @@ def reachable_bootstraps(bootstraps: Sequence[str], patience_s: float) -> tuple[
 
 
 def wait_for_entry(
-    bootstraps: Sequence[str],
-    entries: Sequence[str],
-    *,
-    patience_s: float = BOOTSTRAP_PATIENCE_S,
-) -> tuple[str, ...]:
-    """Return as soon as a bootstrap accepts a TCP connection, or a peer of the run that was there
-    before: the addresses of those peers where no bootstrap does. Says in the log that it waits.
-
-    entries: as `kept_entries` gave them. Those that the internet does not route are of another
-    network's hosts, where the bootstraps are not at such.
+    bootstraps: Sequence[str], back: WayBack, *, patience_s: float = BOOTSTRAP_PATIENCE_S
+) -> WayBack:
+    """Return as soon as a bootstrap accepts a TCP connection, or a peer that was in the run: the
+    way back by those peers, where no bootstrap does. Says in the log that it waits.
     """
-    told, local = False, on_local_network(bootstraps)
-    entries = [each for each in entries if local or not on_local_network([each])]
+    told = False
     while True:
         try:
             reachable_bootstraps(bootstraps, patience_s)
         except BootstrapsSilent as error:
-            if reachable := _without_fault(_dial_faults(entries)):
+            if reachable := _without_fault(_dial_faults(back.addresses)):
                 logger.warning("%s; joining by peers that were there before", error)
-                return reachable
+                return replace(back, addresses=reachable)
             if not told:
                 logger.warning("%s; trying until one can be", error)
             told = True
             time.sleep(BETWEEN_TRIES_S)
         else:
-            return ()
-
-
-def kept_entries(file: Path) -> tuple[str, ...]:
-    """Addresses, each with its peer id, that `keep_entries` wrote there; none where it did not."""
-    found: list[str] = []
-    with contextlib.suppress(OSError, ValueError):
-        for line in file.read_text().splitlines():
-            with contextlib.suppress(InvalidInput):
-                bootstrap_address(line)
-                found.append(line)
-    return tuple(found[:MAX_ENTRIES])
-
-
-def keep_entries(file: Path, addresses: Sequence[str]) -> None:
-    """Note by whom a peer may join again while no bootstrap can be reached."""
-    lines = "".join(f"{address}\n" for address in addresses[:MAX_ENTRIES])
-    with contextlib.suppress(EnvironmentFault):  # a full disk is told by what is needed there
-        write_atomically(file, lines.encode(), durable=False)
+            return NO_WAY_BACK
 
 
 def _dial_faults(addresses: Sequence[str]) -> dict[str, str | None]:
@@ -162,8 +174,8 @@ def dial_fault(address: str) -> str | None:
         with socket.socket(family, kind, protocol) as probe:
             probe.settimeout(DIAL_TIMEOUT_S)
             probe.connect(target)
-    except OSError as error:
-        return str(error.strerror or error)
+    except (OSError, UnicodeError) as error:  # the second of a name that cannot be one
+        return str(getattr(error, "strerror", None) or error)
     return None
 
 

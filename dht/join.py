@@ -13,9 +13,9 @@ from pathlib import Path
 
 import typer
 
-from dilocox.dht.addresses import Reachability
+from dilocox.dht.addresses import NO_WAY_BACK, Reachability, WayBack
 from dilocox.dht.clock import RunClock
-from dilocox.dht.errors import BootstrapsSilent
+from dilocox.dht.errors import BootstrapsSilent, UnknownRun
 from dilocox.dht.identity import Identity, peer_id_of
 from dilocox.dht.invite import Invite
 from dilocox.dht.manifest import Manifest
@@ -68,12 +68,13 @@ def join_run(
     announce: Sequence[str] = (),
     client_mode: bool = False,
     kept: Path | None = None,
-    entries: Sequence[str] = (),
+    back: WayBack = NO_WAY_BACK,
 ) -> Generator[Joined]:
     """Join the DHT and read the run's manifest; leaves, with all processes, at the end.
 
     kept: file of a manifest that was seen before (manifest_revisions.py); the DHT's may be an
-    older one. entries: of peers, by whom to join instead of the bootstraps; then it will do.
+    older one. back: peers to join by instead of the bootstraps; the kept manifest will do then, and
+    whether others reach this peer is taken as it was.
 
     Raises:
         InvalidInput: the invite and the manifest do not belong together.
@@ -85,6 +86,8 @@ def join_run(
     from dilocox.dht.reachability import find_reach  # hivemind is heavy
 
     clock = RunClock()
+    if back.client_mode:
+        client_mode, listen, announce = True, (), ()
     dht = open_dht(
         identity=identity,
         bootstraps=invite.bootstraps,
@@ -94,15 +97,15 @@ def join_run(
         find_reach=None if client_mode else find_reach,
         validator=RunRecordValidator(invite.run_id, identity),
         clock=clock,
-        entries=entries,
+        back=back,
     )
     try:
         swarm = Swarm(dht, invite.run_id, identity, clock)
         before = kept_manifest(kept, invite.run_id) if kept is not None else None
         try:
             found = swarm.fetch_manifest(invite.run_id, MANIFEST_LIMIT_S)
-        except BootstrapsSilent:
-            if before is None or not entries:
+        except (BootstrapsSilent, UnknownRun):
+            if before is None or not back:
                 raise
             found = before
         signed = newer_of(found, before, invite.run_id)

@@ -35,8 +35,10 @@ from hivemind.utils import MPFuture
 
 from dilocox.dht import node_process, protocol
 from dilocox.dht.addresses import (
+    NO_WAY_BACK,
     FindReach,
     Reachability,
+    WayBack,
     check_ports,
     on_local_network,
     reachable_bootstraps,
@@ -182,7 +184,7 @@ ASKING_SHARE = 0.9  # of a read's time is the search; the rest brings back what 
 START_MARGIN_S = 5.0
 POLL_S = 0.2
 CLEANUP_PATIENCE_S = 3.0
-LOST_REQUEST_S = 5.0
+LOST_REQUEST_S = 10.0  # longer than it takes to see that the main process is gone, and to tidy up
 
 
 class NoAnswer(EnvironmentFault):
@@ -202,14 +204,14 @@ def open_dht(
     alone: bool = False,
     leads_time: bool = False,
     find_reach: FindReach | None = None,
-    entries: Sequence[str] = (),
+    back: WayBack = NO_WAY_BACK,
 ) -> RunDHT:
     """Start a node and wait until it has joined; without bootstraps it is the first of its swarm.
 
     `alone`: start although no bootstrap can be reached; they are tried again all the time.
     `leads_time`: the others follow this node's clock, not it theirs.
     `find_reach`: asks others whether they reach this node; where they do not it only dials out.
-    `entries`: addresses of peers to join by, and to ask the time, instead of the bootstraps.
+    `back`: peers to join by, and to ask the time, instead of the bootstraps.
     Call it before CUDA is touched. Raises `InvalidInput` for an address that is none,
     `EnvironmentFault` when a port is in use, `BootstrapsSilent` when none answers; then nothing is
     left behind.
@@ -220,9 +222,9 @@ def open_dht(
     for address in bootstraps:
         bootstrap_address(address)
     check_ports(listen)
-    reachable = tuple(entries)
+    reachable = back.addresses
     try:
-        if bootstraps and not entries:
+        if bootstraps and not back:
             reachable = reachable_bootstraps(bootstraps, 0.0 if alone else startup_s)
     except BootstrapsSilent as error:
         if not alone:
@@ -240,6 +242,7 @@ def open_dht(
         find_reach=find_reach,
         leads_time=leads_time,
         startup_s=max(1.0, deadline - time.monotonic()),
+        local_network=back.local_network or on_local_network(bootstraps),
     )
     folder = node_process.acquire()
     try:
@@ -250,7 +253,7 @@ def open_dht(
     try:
         dht.start_and_wait(startup_s)
         if reachable and not dht.meets(reachable, max(1.0, deadline - time.monotonic())):
-            silent = f"no answer from the bootstraps {', '.join(reachable)}"
+            silent = f"no answer from {', '.join(reachable)}"
             if not alone:
                 raise BootstrapsSilent(
                     f"{silent} within {startup_s:.0f} s, though they can be connected to: is "
@@ -283,7 +286,7 @@ class RunDHT(DHT):
         self._main_pid = os.getpid()
         self._ended = False
         self.reached = Reachability()  # as the child knows it
-        self.local_network = on_local_network(options.bootstraps)
+        self.local_network = options.local_network
         self.refused = validator.refused
         forking = multiprocessing.get_context("fork")
         self._sending = forking.RLock()

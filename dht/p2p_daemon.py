@@ -51,12 +51,14 @@ class DaemonOptions:
     """What p2pd is started with.
 
     bootstraps: addresses of all bootstraps; without any this node is the first of its swarm.
-    reachable: those that p2pd dials at its start, since it waits for each of them.
+    reachable: those of them, or peers in their place, that p2pd dials at its start, since it waits
+        for each.
     listen, announce: TCP multiaddrs to listen on and to tell others.
     client_mode: this node only dials out.
     find_reach: asks others whether this node only dials out; None where that is known.
     leads_time: it takes the bootstraps' time once, when it starts: two that follow each other for
         good would drift away together.
+    local_network: see `on_local_network`.
     """
 
     identity: Identity
@@ -68,6 +70,7 @@ class DaemonOptions:
     startup_s: float
     find_reach: FindReach | None = None
     leads_time: bool = False
+    local_network: bool = False
 
 
 class DaemonOwner:
@@ -180,8 +183,8 @@ class DaemonOwner:
         options = self._options
         if "bootstrap" in reason:
             return BootstrapsSilent(
-                f"{', '.join(options.reachable)} accept connections but are no bootstrap "
-                "of that peer id: check that the invite is current"
+                f"{', '.join(options.reachable)} accept connections but have another peer "
+                "id than that: check that the invite is current"
             )
         if "listen" in reason:
             return EnvironmentFault(
@@ -213,7 +216,7 @@ class DaemonOwner:
         while not await self.measure(self._options.reachable):
             if time.monotonic() > self._deadline:
                 raise BootstrapsSilent(
-                    f"no answer from the bootstraps {', '.join(self._options.bootstraps)}: "
+                    f"no answer from {', '.join(self._options.reachable)}: "
                     "check that they run the same version of dilocox"
                 )
             await asyncio.sleep(0.2)

@@ -8,7 +8,7 @@ alone, and `rpc_news` with those values that the asker does not know yet.
 hivemind answers any number of keys in one call. A key repeated 1,504 times made an answer that its
 client of p2pd refuses to send, in a way that keeps it in memory for good; so answers are bounded
 here, and `free_failed_answers` repairs the client for all calls, as `pass_over_late_answers` does
-for calls that are given up. Bounded is also how often one peer is answered.
+for calls that are given up. So is how often one peer is answered.
 """
 
 import asyncio

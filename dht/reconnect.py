@@ -8,7 +8,9 @@ comes, the connection is given up, for it may hang for long after the cut has he
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
+import ipaddress
 import logging
 import random
 import time
@@ -65,15 +67,26 @@ def dial_targets(
 
 
 def entries_among(
-    stages: Mapping[int, Mapping[str, StageRecord]], me: str, own_stage: int, first: Collection[str]
-) -> list[str]:
-    """Addresses of some peers by whom this one may join again while no bootstrap can be reached.
+    stages: Mapping[int, Mapping[str, StageRecord]],
+    me: str,
+    own_stage: int,
+    proven: Collection[str],
+    *,
+    local_network: bool,
+) -> tuple[str, ...]:
+    """By whom a peer may come back (addresses.py): two addresses of a peer at most, each peer's
+    first one before the second of any, numbers alone, which lead nowhere else later.
 
-    first: who is to stand before others, as known to have trained.
+    proven: by whom alone, where there are any: others may be strangers, who would tell it the time.
     """
     targets = dial_targets(stages, me, own_stage)
-    order = sorted(targets, key=lambda peer: peer not in first)
-    return [address for peer in order for address in targets[peer]][:MAX_ENTRIES]
+    known = [peer for peer in targets if peer in proven] or list(targets)
+    usable = [
+        [each for each in targets[peer] if _is_number(each, local_network=local_network)][:2]
+        for peer in known
+    ]
+    turns = zip_longest(*usable)
+    return tuple(each for turn in turns for each in turn if each is not None)[:MAX_ENTRIES]
 
 
 def relays_between(
@@ -183,6 +196,15 @@ class Redialler:
             await asyncio.wait_for(self._p2p._client.disconnect(peer), CONNECT_LIMIT_S)
         except Exception as error:  # noqa: BLE001 - as above
             logger.debug("no connection to %s to give up: %r", peer, error)
+
+
+def _is_number(address: str, *, local_network: bool) -> bool:
+    """Whether an address names no host, and none that the internet does not route but where all may
+    be at such."""
+    with contextlib.suppress(ValueError):
+        ip = ipaddress.ip_address(bootstrap_address(address).host)
+        return local_network or ip.is_global
+    return False
 
 
 def _hosts(here: Mapping[str, StageRecord], me: str) -> dict[str, tuple[str, ...]]:

@@ -68,7 +68,7 @@ class Swarm:
     @property
     def all_refused(self) -> Counter[str]:
         """What was refused of others, here and by the node; without what never was."""
-        return self.refused + Counter(self._dht.refused.read())
+        return self.refused.copy() + Counter(self._dht.refused.read())
 
     def time(self) -> float:
         """Run time, in seconds."""

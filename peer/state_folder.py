@@ -42,9 +42,9 @@ class StateFolder:
         """The newest signed manifest of a run that was seen here."""
         return self.path / f"{run}.signed"
 
-    def entries(self, run: str) -> Path:
-        """Addresses of other peers of a run, as they were when this one was last in it."""
-        return self.path / f"{run}.entries"
+    def way_back(self, run: str) -> Path:
+        """By whom this peer may come back into a run while no bootstrap can be reached."""
+        return self.path / f"{run}.peers"
 
     @property
     def paused(self) -> bool:

@@ -226,7 +226,8 @@ class SimulatedPeer:
     def _new_coordinator(self) -> Coordinator:
         world = self.world
         bootstraps = tuple(world.archives)
-        dht = SimpleNamespace(running=True, bootstraps=bootstraps, pid=0, p2pd_pid=0)
+        facts = {"running": True, "local_network": False, "pid": 0, "p2pd_pid": 0}
+        dht = SimpleNamespace(bootstraps=bootstraps, **facts)
         local = SimpleNamespace(
             me=self.name,
             run=world.run,

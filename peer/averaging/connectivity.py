@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
-from dilocox.dht.addresses import keep_entries
+from dilocox.dht.addresses import NO_WAY_BACK, WayBack
 from dilocox.dht.reachability import REACHED, ReachWatch
 from dilocox.dht.reconnect import Targets, dial_targets, entries_among
 from dilocox.dht.swarm_view import SwarmView
@@ -22,7 +22,7 @@ from dilocox.pipeline.candidates import cannot_be_reached
 
 logger = logging.getLogger(__name__)
 
-NOTE_AGAIN_S = 60.0
+NOTE_AGAIN_S = 20.0
 
 
 class Connectivity:
@@ -33,8 +33,8 @@ class Connectivity:
         self._averager = averager
         self._dialled: Targets = {}
         self._shut = False
-        self._noted: list[str] = []
-        self._noted_at = float("-inf")
+        self._noted = NO_WAY_BACK
+        self._noted_at = local.clock.monotonic()  # the first views may show few
         self._watch = ReachWatch(
             averager.check_reach,
             reached=local.reach.kind in REACHED,
@@ -44,10 +44,10 @@ class Connectivity:
 
     def look(self, view: SwarmView, proven: Collection[str] = ()) -> None:
         """Keep those to others open where they cannot open them; say where there are none. Note for
-        the next start by whom to join; proven: first by those who have trained.
+        the next start by whom to come back; proven: by those alone, where they can be dialled.
         """
         local = self._local
-        self._note(entries_among(view.stages, local.me, local.stage, proven))
+        self._note(view, proven)
         if not local.client_mode:
             return
         targets = dial_targets(view.stages, local.me, local.stage)
@@ -64,12 +64,17 @@ class Connectivity:
             )
         self._shut = shut
 
-    def _note(self, entries: list[str]) -> None:
-        now = self._local.clock.monotonic()
-        if entries and entries != self._noted and now >= self._noted_at + NOTE_AGAIN_S:
-            self._noted, self._noted_at = entries, now
-            folder = StateFolder(self._local.options.state)
-            keep_entries(folder.entries(self._local.run), entries)
+    def _note(self, view: SwarmView, proven: Collection[str]) -> None:
+        local, now = self._local, self._local.clock.monotonic()
+        if now < self._noted_at + NOTE_AGAIN_S:
+            return
+        self._noted_at = now
+        near = local.dht.local_network
+        found = entries_among(view.stages, local.me, local.stage, proven, local_network=near)
+        back = WayBack(addresses=found, client_mode=local.client_mode, local_network=near)
+        if back and back != self._noted:
+            self._noted = back
+            back.keep(StateFolder(local.options.state).way_back(local.run))
 
     def lost(self, now: float) -> bool:
         """Whether others do not reach this peer, which did not start as one that they cannot."""

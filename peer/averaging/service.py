@@ -80,7 +80,7 @@ class PeerService(ServicerBase):
     @cached_property
     def requests(self) -> RequestLimit:
         """Of all but `rpc_get`: who walks a chain asks for one header after the other, as fast as
-        they come, and what is long has its places.
+        they come, each a read of the disk; what is long has its places.
         """
         return RequestLimit()
 

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from dilocox import __version__
-from dilocox.dht.addresses import BETWEEN_TRIES_S, kept_entries, wait_for_entry
+from dilocox.dht.addresses import BETWEEN_TRIES_S, NO_WAY_BACK, kept_way_back, wait_for_entry
 from dilocox.dht.errors import BootstrapsSilent, EnvironmentFault
 from dilocox.dht.identity import Identity
 from dilocox.dht.join import Joined, join_run
@@ -299,17 +299,18 @@ def run_peer(options: PeerOptions) -> int:
         identity = Identity.load_or_create(folder.identity)
         listen = [f"/ip4/{options.host}/tcp/{options.port}"]
         try:
-            entries = tuple[str, ...]()
+            back = NO_WAY_BACK
             if folder.took_part(run):  # who starts again is not to be lost
-                known = kept_entries(folder.entries(run))
-                entries = wait_for_entry(options.invite.bootstraps, known)
+                back = wait_for_entry(
+                    options.invite.bootstraps, kept_way_back(folder.way_back(run))
+                )
             with join_run(
                 options.invite,
                 identity,
                 listen=listen,
                 announce=options.announce,
                 kept=folder.manifest(run),
-                entries=entries,
+                back=back,
             ) as joined:
                 try:
                     _take_part(options, joined, folder, stop)

@@ -40,7 +40,7 @@ from torch import Tensor
 from dilocox.dht.manifest_sections import RobustRule
 
 LEAST_GATED = 4  # voters: of three, two would leave out the third
-AGAINST = 0.25  # of the median cosine; who lies by flipping its sign is at one and more
+AGAINST = 0.25  # of the median cosine; who flips its sign is at minus one times it
 MOST_LONGER = 4.0  # than the other means, each beside one's own values there
 CHANCE = 3.0  # deviations: what lies along something by less does so by chance
 CLEAR = 4.0  # times chance, that one's own values alone make a mean lie along them
@@ -71,7 +71,7 @@ def factors(
         ]
         least = -AGAINST * max(0.0, median(cosines[place] for place in judges))
         goes = [each > least or norm == 0 for each, norm in zip(cosines, norms, strict=True)]
-        # of few judges none is left out; nor where none goes with the others: there is no way
+        # of few judges none is left out; nor where all go against the others: there is no way
         few = len(judges) < LEAST_GATED or not any(goes[place] for place in judges)
         believed = [each or (few and place in judges) for place, each in enumerate(goes)]
     limit = median(norms[place] for place in judges if believed[place])

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import socket
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dilocox.dht.addresses import (
-    MAX_ENTRIES,
-    keep_entries,
-    kept_entries,
+    NO_WAY_BACK,
+    WayBack,
+    kept_way_back,
     on_local_network,
     wait_for_entry,
 )
@@ -56,39 +57,24 @@ def address_of(server: socket.socket, number: int) -> str:
     return f"/ip4/127.0.0.1/tcp/{server.getsockname()[1]}/p2p/{peer_id(number)}"
 
 
-def test_what_was_kept_is_read_again_and_nonsense_is_left_out(tmp_path: Path) -> None:
-    file = tmp_path / "run.entries"
-    assert kept_entries(file) == ()
-    named = [f"/ip4/8.8.8.8/tcp/{port}/p2p/{peer_id(1)}" for port in range(1, 2 * MAX_ENTRIES)]
-    keep_entries(file, named)
-    assert kept_entries(file) == tuple(named[:MAX_ENTRIES])
-    file.write_bytes(f"nonsense\n/ip4/8.8.8.8/tcp/1\n{named[0]}\n".encode())
-    assert kept_entries(file) == (named[0],)
-    file.write_bytes(b"\xff\xfe")
-    assert kept_entries(file) == ()
-    keep_entries(tmp_path / "no folder" / "file", named)  # ends nothing
+def test_what_was_kept_is_read_again_and_nonsense_is_not(tmp_path: Path) -> None:
+    file = tmp_path / "run.peers"
+    assert not kept_way_back(file)
+    named = tuple(f"/ip4/8.8.8.8/tcp/{port}/p2p/{peer_id(1)}" for port in range(1, 9))
+    back = WayBack(addresses=named, client_mode=True, local_network=True)
+    back.keep(file)
+    assert kept_way_back(file) == back
+    for nonsense in (b"", b"\xff", b"[]", b'{"addresses": 1}', b'{"addresses": ["nonsense"]}'):
+        file.write_bytes(nonsense)
+        assert kept_way_back(file) == NO_WAY_BACK
+    back.keep(tmp_path / "no folder" / "file")  # ends nothing
 
 
 def test_peers_are_the_way_in_only_where_no_bootstrap_accepts_a_connection() -> None:
     with closing(listener()) as bootstrap, closing(listener()) as peer, closing(listener()) as shut:
         up, there, gone = (address_of(each, n) for n, each in enumerate((bootstrap, peer, shut)))
         shut.close()
-        assert wait_for_entry([up], [there]) == ()
-        assert wait_for_entry([gone], [gone, there], patience_s=0.0) == (there,)
-
-
-def test_a_run_on_the_internet_leads_nobody_into_the_home_network_by_entries(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Waits(BaseException):
-        """It goes on asking."""
-
-    def wait(_: float) -> None:
-        raise Waits
-
-    with closing(listener()) as peer:
-        monkeypatch.setattr("dilocox.dht.addresses.time.sleep", wait)
-        public = f"/ip4/192.0.2.1/tcp/1/p2p/{peer_id(0)}"
-        monkeypatch.setattr("dilocox.dht.addresses.on_local_network", lambda at: public not in at)
-        with pytest.raises(Waits):
-            wait_for_entry([public], [address_of(peer, 1)], patience_s=0.0)
+        impossible = f"/dns4/a..b/tcp/1/p2p/{peer_id(3)}"  # a name that no resolver takes
+        back = WayBack(addresses=(gone, impossible, there), client_mode=True)
+        assert wait_for_entry([up], back) == NO_WAY_BACK
+        assert wait_for_entry([gone], back, patience_s=0.0) == replace(back, addresses=(there,))

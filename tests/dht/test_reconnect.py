@@ -66,11 +66,28 @@ def test_each_draws_others_and_one_that_comes_changes_little() -> None:
 def test_those_who_have_trained_are_the_first_way_back_into_a_run() -> None:
     stages = {0: dict(host(number) for number in range(40)), 1: dict([host(98)])}
     proven = peer_id(98), peer_id(7)
-    found = entries_among(stages, ME, 0, proven)
-    assert len(found) == MAX_ENTRIES
-    assert {each.rpartition("/")[2] for each in found[:2]} == set(proven)
-    assert all(each.rpartition("/p2p/")[2] != ME for each in found)
-    assert entries_among({0: {ME: stage_record()}}, ME, 0, proven) == []
+    found = entries_among(stages, ME, 0, proven, local_network=True)
+    assert {each.rpartition("/")[2] for each in found} == set(proven)
+    found = entries_among(stages, ME, 0, (), local_network=True)
+    assert len({each.rpartition("/")[2] for each in found} - {ME}) == MAX_ENTRIES
+    assert entries_among({0: {ME: stage_record()}}, ME, 0, proven, local_network=True) == ()
+
+
+def test_no_peer_is_all_the_ways_back_and_no_name_or_home_network_is_one() -> None:
+    one, other = peer_id(1), peer_id(2)
+    places = [f"/ip4/8.8.8.8/tcp/{port}/p2p/{one}" for port in range(1, 65)]
+    named = f"/dns4/name.example/tcp/1/p2p/{other}", f"/dns4/a..b/tcp/1/p2p/{other}"
+    home, public = f"/ip4/192.168.1.5/tcp/1/p2p/{other}", f"/ip4/1.1.1.1/tcp/1/p2p/{other}"
+    stages = {
+        0: {
+            one: replace(stage_record(), addresses=tuple(places)),
+            other: replace(stage_record(), addresses=(*named, home, public)),
+        }
+    }
+    found = entries_among(stages, ME, 0, (one, other), local_network=False)
+    assert sorted(found) == sorted([*places[:2], public])
+    found = entries_among(stages, ME, 0, (one, other), local_network=True)
+    assert set(found) == {*places[:2], home, public}
 
 
 def test_nobody_is_dialled_who_cannot_be_or_is_gone_or_names_another() -> None:

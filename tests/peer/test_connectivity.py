@@ -6,11 +6,12 @@ import logging
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from dilocox.dht.addresses import Reachability, ReachKind, kept_entries
+from dilocox.dht.addresses import Reachability, ReachKind, WayBack, kept_way_back
 from dilocox.dht.reachability import CHECK_S
 from dilocox.dht.reconnect import Targets
 from dilocox.dht.swarm_view import SwarmView
@@ -52,20 +53,30 @@ def ways(
     return Connectivity(local, cast("StageAverager", averager))
 
 
-def test_by_whom_to_join_again_is_kept_and_not_written_at_every_look(tmp_path: Path) -> None:
-    local = local_peer(ME, state=tmp_path)
+def test_by_whom_to_come_back_is_kept_now_and_then_and_not_of_the_first_views(
+    tmp_path: Path,
+) -> None:
+    local = local_peer(
+        ME, state=tmp_path, dht=SimpleNamespace(client_mode=True, local_network=True, running=True)
+    )
     own = Connectivity(local, cast("StageAverager", Averager()))
-    file = StateFolder(tmp_path).entries(local.run)
+    file, clock = StateFolder(tmp_path).way_back(local.run), cast("Any", local.clock)
+    own.look(view(**{OPEN: HOST}))
+    assert not file.exists()
+    clock.now += NOTE_AGAIN_S
     own.look(view(**{SHUT: CLIENT}))
     assert not file.exists()
+    clock.now += NOTE_AGAIN_S
     own.look(view(**{OPEN: HOST}))
-    assert kept_entries(file) == HOST.addresses
+    kept = WayBack(addresses=HOST.addresses, client_mode=True, local_network=True)
+    assert kept_way_back(file) == kept
     other = "/ip4/198.51.100.8/tcp/1/p2p/" + peer_id(4)
-    own.look(view(**{peer_id(4): replace(HOST, addresses=(other,))}))
-    assert kept_entries(file) == HOST.addresses
-    cast("Any", local.clock).now += NOTE_AGAIN_S
-    own.look(view(**{peer_id(4): replace(HOST, addresses=(other,))}))
-    assert kept_entries(file) == (other,)
+    both = {OPEN: HOST, peer_id(4): replace(HOST, addresses=(other,))}
+    own.look(view(**both))
+    assert kept_way_back(file) == kept
+    clock.now += NOTE_AGAIN_S
+    own.look(view(**both), [peer_id(4)])
+    assert kept_way_back(file).addresses == (other,)
 
 
 def view(**stage: Any) -> SwarmView:

@@ -52,7 +52,9 @@ class Sending:
             layout=donor.layout,
             folder=donor.own,
             clock=self.clock,
-            dht=SimpleNamespace(client_mode=False, running=True, bootstraps=()),
+            dht=SimpleNamespace(
+                client_mode=False, running=True, bootstraps=(), local_network=False
+            ),
         )
         never = cast("WorkerThread", SimpleNamespace(submit=lambda call: Future()))
         self.coordinator = Coordinator(

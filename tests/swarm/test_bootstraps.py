@@ -106,6 +106,10 @@ def test_who_was_in_the_run_joins_it_again_by_the_others_while_no_bootstrap_is_u
     swarm = start_swarm(rounds={"inner_steps": 20})
     peers = [swarm.add_peer(step_s=STEP_S) for _ in range(3)]
     swarm.wait_for_rounds(2, ROUND_LIMIT_S)
+    state = peers[2].state
+    swarm.wait(
+        lambda: any(state.glob("*.peers")), SEEN_LIMIT_S, "it has noted by whom to come back"
+    )
     swarm.kill_bootstrap()
     swarm.kill(peers[2])
     swarm.wait_until_gone(peers[2])

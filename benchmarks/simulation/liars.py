@@ -15,7 +15,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from benchmarks.simulation.averaging import Donor, Honest, SimulatedLog, SimulatedRecord
+from benchmarks.simulation.averaging import Donor, Honest
+from benchmarks.simulation.chain import SimulatedLog, SimulatedRecord
 from benchmarks.simulation.strangers import ALL_TOKENS, FAR_ROUNDS
 from benchmarks.simulation.witness import BOOTSTRAP, Keeping, SimulatedArchive
 from dilocox.dht.clock import MOST_SLEW, OffsetSample, agreed_offset

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from benchmarks.simulation.averaging import SimulatedAverager, SimulatedLog, SimulatedRecord
+from benchmarks.simulation.averaging import SimulatedAverager
+from benchmarks.simulation.chain import SimulatedLog, SimulatedRecord
 from benchmarks.simulation.clock import Scheduled, Threads
 from benchmarks.simulation.dht import SimulatedSwarm
 from benchmarks.simulation.witness import BOOTSTRAP

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
-from benchmarks.simulation.averaging import RECORD_BYTES, SimulatedLog
+from benchmarks.simulation.chain import RECORD_BYTES, SimulatedLog
 from benchmarks.simulation.clock import Timeline
 from benchmarks.simulation.dht import STORE_TRIPS, SimulatedDHT
 from dilocox.dht.manifest import Manifest

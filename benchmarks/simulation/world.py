@@ -7,14 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from benchmarks.simulation.averaging import (
-    Donor,
-    Honest,
-    Lines,
-    Meetings,
-    SimulatedLog,
-    SimulatedRecord,
-)
+from benchmarks.simulation.averaging import Donor, Honest, Lines, Meetings
+from benchmarks.simulation.chain import SimulatedLog, SimulatedRecord
 from benchmarks.simulation.clock import START, Timeline
 from benchmarks.simulation.dht import Network, SimulatedDHT
 from benchmarks.simulation.liars import Lying, LyingArchive, LyingMember, clock_error_s

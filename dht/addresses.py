@@ -78,7 +78,7 @@ NO_WAY_BACK = WayBack()
 
 def kept_way_back(file: Path) -> WayBack:
     """What was kept there; none if that cannot be read."""
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, InvalidInput):
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, InvalidInput):
         kept = json.loads(file.read_bytes())
         addresses = tuple(str(each) for each in kept["addresses"][:MAX_ENTRIES])
         for address in addresses:

@@ -118,7 +118,7 @@ def join_run(
             clock=clock,
             dht=dht,
             swarm=swarm,
-            reach=dht.reach(),
+            reach=Reachability(kind="dial_out") if back.client_mode else dht.reach(),
             witness=witness,
         )
     finally:

@@ -467,7 +467,7 @@ def described(
     if reach.kind != "dial_out":
         through = ", which its router maps to it" if reach.kind == "mapped" else ""
         return logging.INFO, f"is reached at {at}{through}"
-    where = ", ".join(announced or reach.seen)
+    where = ", ".join(announced or reach.seen) or "any of its addresses"
     host = next((ip for ip in reach.seen if ":" not in ip), "ADDRESS")
     return logging.WARNING, (
         f"only dials out: nobody gets in at {where}. It trains all the same, beside peers that "

@@ -64,7 +64,14 @@ def test_what_was_kept_is_read_again_and_nonsense_is_not(tmp_path: Path) -> None
     back = WayBack(addresses=named, client_mode=True, local_network=True)
     back.keep(file)
     assert kept_way_back(file) == back
-    for nonsense in (b"", b"\xff", b"[]", b'{"addresses": 1}', b'{"addresses": ["nonsense"]}'):
+    for nonsense in (
+        b"",
+        b"\xff",
+        b"[]",
+        b"{}",
+        b'{"addresses": 1}',
+        b'{"addresses": ["nonsense"]}',
+    ):
         file.write_bytes(nonsense)
         assert kept_way_back(file) == NO_WAY_BACK
     back.keep(tmp_path / "no folder" / "file")  # ends nothing

@@ -2,7 +2,7 @@
 what the rules do to honest members that have little or other data.
 
     python benchmarks/attacks.py [--part liars] [--seeds 3] [--rounds 30] [--codec defaults]
-                                 [--processes 2] [--quick] [--json] [--out DIR]
+                                 [--rules gate] [--processes 2] [--quick] [--json] [--out DIR]
 
 Eight workers train one small model in one process, as in benchmarks/convergence.py, under the rules
 that a manifest may name (`rounds.robust`; peer/rounds/robust.py) and under centered clipping; every
@@ -220,6 +220,9 @@ def main() -> None:
     made.add_argument("--seeds", type=int, default=3)
     made.add_argument("--rounds", type=int, default=30)
     made.add_argument("--codec", choices=list(CODECS), default="defaults")
+    made.add_argument(
+        "--rules", nargs="+", choices=RULES, default=RULES, help="these rules, beside none"
+    )
     made.add_argument("--processes", type=int, default=2)
     made.add_argument("--json", action="store_true", help="one line of JSON and nothing else")
     options = made.parse_args()
@@ -231,7 +234,8 @@ def main() -> None:
     told: dict[str, Any] = {}
     with Runner(options.processes, points=1) as runner:
         if options.part != "unusual":
-            names = RULES[:2] if options.quick else RULES
+            unwanted = set(RULES[1:]) - set(("gate",) if options.quick else options.rules)
+            names: list[Averaging] = [each for each in RULES if each not in unwanted]
             attacks = QUICK if options.quick else tuple(ATTACKS)
             found = found_of(runner, world, rules(world)[codec], attacks, names, seeds)
             told |= {"loss": over(found), **costs(found)}

@@ -289,7 +289,7 @@ class Assembly:
 
 def run_peer(options: PeerOptions) -> int:
     """Take part in a run until it ends or a signal comes; the exit code."""
-    folder, run = StateFolder(options.state), options.invite.run_id
+    folder = StateFolder(options.state)
     if options.threads:
         torch.set_num_threads(options.threads)
     if options.metrics_port:
@@ -298,6 +298,7 @@ def run_peer(options: PeerOptions) -> int:
     with folder.locked(), StopSignal() as stop:
         identity = Identity.load_or_create(folder.identity)
         listen = [f"/ip4/{options.host}/tcp/{options.port}"]
+        run = options.invite.run_id
         try:
             back = NO_WAY_BACK
             if folder.took_part(run):  # who starts again is not to be lost

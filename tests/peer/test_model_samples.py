@@ -120,7 +120,8 @@ def test_what_a_child_leaves_behind_goes_with_it(tmp_path: Path) -> None:
 
     def gone() -> bool:
         asked.turn()
-        return places.exists() and not Path(places.read_text().splitlines()[0]).exists()
+        written = places.read_text().splitlines() if places.exists() else []
+        return bool(written) and not Path(written[0]).exists()
 
     wait_until(gone, 30)
     asked.sampler.close()

@@ -15,12 +15,13 @@ its own and 4 windows of 512 tokens an inner step; OpenDiLoCo's inner AdamW (4e-
     DiLoCo          synchronous, 16 bits, H = 50 and 500; at 50 also with the manifest's outer step
     ours            overlapped (a record arrives a quarter of a round after its send), 4 bits, with
                     the manifest's outer step
-    Muon            inner Muon instead of AdamW, synchronous with 16 bits, and ours with 2 bits
+    Muon            inner Muon instead of AdamW, synchronous with 16 bits, and ours with 4 and 2
 
-Each row is a process of its own: while one averages on the CPU, others train on the GPU. Inner
-steps, clipping, codecs, outer step and merge are those of peers (`dilocox.local_swarm`), means are
-added up on the GPU. The loss is the anchor's; at its last point a row's record in flight has
-arrived. Where the time is over before all rows are done, the table ends at the tokens that were
+Each row is a process of its own: while one averages on the CPU, others train on the GPU (several
+with Muon failed on one card, docs/results.md: run those one by one, with --only and --prepared).
+Inner steps, clipping, codecs, outer step and merge are those of peers (`dilocox.local_swarm`),
+means are added up on the GPU. The loss is the anchor's; at its last point a row's record in flight
+has arrived. Where the time is over before all rows are done, the table ends at the tokens that were
 reached.
 """
 
@@ -141,6 +142,12 @@ def contestants(size: Size) -> list[Contestant]:
         ),
         Contestant(
             name=f"ours, Muon, H = {short}",
+            inner_steps=short,
+            codec=FOUR_BIT,
+            inner=MUON,
+        ),
+        Contestant(
+            name=f"ours, Muon 2 bit, H = {short}",
             inner_steps=short,
             codec=TWO_BIT,
             inner=MUON,
@@ -430,12 +437,11 @@ def run_all(
 
 
 def show(found: Mapping[str, Sequence[Point]], size: Size, report: Report) -> None:
-    """The table: a column for each end of a long round; bytes are those of the last point that data
+    """The table: a column for every second point; bytes are those of the last one of them that data
     parallel has, too.
     """
-    marks = sorted(
-        {p.steps for points in found.values() for p in points if p.steps % size.long == 0}
-    )
+    every = 2 * size.points
+    marks = sorted({p.steps for points in found.values() for p in points if p.steps % every == 0})
     columns = [Column("row")]
     columns += [
         Column(f"{mark * size.tokens_per_step / 1e6:.1f} M tokens", ".4f") for mark in marks
@@ -476,26 +482,25 @@ def main() -> None:
     made.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     made.add_argument("--compile", action="store_true", help="layers run compiled")
     made.add_argument("--prepared", type=Path, help="where text and windows are kept for reruns")
-    made.add_argument("--only", nargs="+", help="rows with one of these in their names")
+    made.add_argument("--only", nargs="+", metavar="NAME", help="of the rows these alone")
     report, arguments = Report.parse(made, "one-gpu")
     size, steps = (QUICK, 12) if arguments.quick else (Size(), arguments.steps)
-    rows = [
-        row
-        for row in contestants(size)
-        if not arguments.only or any(part in row.name for part in arguments.only)
-    ]
+    rows = {row.name: row for row in contestants(size)}
+    if unknown := set(arguments.only or ()) - rows.keys():
+        made.error(f"no such row: {', '.join(sorted(unknown))}; there are {', '.join(rows)}")
+    chosen = [rows[name] for name in arguments.only or rows]
     with tempfile.TemporaryDirectory() as folder:
         prepared = arguments.prepared or Path(folder)
         began = time.monotonic()
         prepare(prepared, size, steps)
         report.say(f"text and tokens: {time.monotonic() - began:.0f} s")
         options = {
-            "threads": max(1, (torch.get_num_threads() - 1) // len(rows)),
+            "threads": max(1, (torch.get_num_threads() - 1) // len(chosen)),
             "device": arguments.device,
             "compiled": arguments.compile,
         }
         until = time.monotonic() + 60 * arguments.minutes
-        show(run_all(rows, size, steps, prepared, options, until, report), size, report)
+        show(run_all(chosen, size, steps, prepared, options, until, report), size, report)
     report.close()
 
 

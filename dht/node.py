@@ -33,7 +33,7 @@ from hivemind.dht.routing import DHTID
 from hivemind.p2p import PeerID
 from hivemind.utils import MPFuture
 
-from dilocox.dht import node_process, protocol
+from dilocox.dht import node_process, protocol, streams
 from dilocox.dht.addresses import (
     NO_WAY_BACK,
     FindReach,
@@ -232,6 +232,7 @@ def open_dht(
         logger.warning("%s; continuing without it", error)
     clock.install()
     protocol.install()
+    streams.install()
     options = DaemonOptions(
         identity=identity,
         bootstraps=tuple(bootstraps),

@@ -32,6 +32,7 @@ from dilocox.dht.addresses import Reachability, ReachKind
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.invite import MAX_INVITE_ADDRESSES, TcpAddress, invite_addresses, listen_address
 from dilocox.dht.rpc import CallRefused, RequestLimit, chunk_of, pack, refusal_kind, reply, unpack
+from dilocox.dht.upload_limit import CHUNK_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +138,7 @@ DIAL_BACKS_AT_ONCE = 16
 CALLS_IN_A_WHILE, A_WHILE_S = 6, 10.0  # dial-backs of one caller
 BANDWIDTH_LIMIT_S, BANDWIDTH_LIMIT_BYTES = 10.0, 16 << 20
 BANDWIDTH_HOUR_BYTES = 256 << 20  # for all callers: a volunteer may pay for its traffic
-CHUNK = bytes(256 << 10)
+CHUNK = bytes(CHUNK_BYTES)
 PROBE_REFUSALS = ("question", "often", "busy")
 """Why a peer refuses to dial back, or to measure."""
 
@@ -152,13 +153,15 @@ class Probe(ServicerBase):
         now: Callable[[], float],
         refuse: Callable[[str], object],
         busy: Callable[[], bool] = lambda: False,
+        admits: Callable[[str], bool] = lambda peer: True,
         bootstraps: Collection[str] | None = (),
         local_network: bool = False,
     ):
         """What it takes from its owner.
 
         now: run time. refuse: counts what is refused, by reason. busy: whether this peer needs its
-        link for itself, as in an exchange.
+        link for itself, as in an exchange. admits: whether a peer takes part in the run, for which
+        alone a link is measured.
         bootstraps: peer ids on whose word others are dialled; None on a bootstrap itself.
         local_network: whether they may have any address dialled, none but public ones otherwise.
         """
@@ -166,6 +169,7 @@ class Probe(ServicerBase):
         self._now = now
         self._refuse = refuse
         self._busy = busy
+        self._admits = admits
         self._bootstraps = bootstraps
         self._local_network = local_network
         self._dial_backs = RequestLimit(CALLS_IN_A_WHILE, A_WHILE_S)
@@ -183,15 +187,16 @@ class Probe(ServicerBase):
         caller = str(context.remote_id)
         try:
             want = unpack(request)
+            of_another = "seen" in want
+            if not of_another:
+                self._dial_backs.check(caller)
+            elif caller not in (self._bootstraps or ()):
+                raise CallRefused("only a bootstrap may ask for others")
             known = await connections(self._p2p)
             seen = known.get(caller, frozenset())
-            if "seen" in want:  # of another one
-                if caller not in (self._bootstraps or ()):
-                    raise CallRefused("only a bootstrap may ask for others")
+            if of_another:
                 told = texts(want["seen"])
                 seen = frozenset(ip for ip in told if self._local_network or _is_global(ip))
-            else:
-                self._dial_backs.check(caller)
             if self._dialling >= DIAL_BACKS_AT_ONCE:
                 raise CallRefused("too many at once", "busy")
             # who was reached before is not declared unreachable on the word of strangers
@@ -234,7 +239,7 @@ class Probe(ServicerBase):
     ) -> AsyncIterator[runtime_pb2.ExpertResponse]:
         """Send until the time that was asked for is over, within the bounds."""
         try:
-            with self._link():
+            with self._link(context):
                 limit_s = unpack(request).get("seconds")
                 if not isinstance(limit_s, (int, float)):
                     raise CallRefused("no number of seconds")
@@ -255,7 +260,7 @@ class Probe(ServicerBase):
         It is read to its end: p2pd resets a stream whose reader leaves earlier, the answer with it.
         """
         try:
-            with self._link():
+            with self._link(context):
                 frames = aiter(request)
                 await asyncio.wait_for(anext(frames), BANDWIDTH_LIMIT_S)
                 taken, started = 0, time.monotonic()
@@ -269,8 +274,10 @@ class Probe(ServicerBase):
             return self._refused(refused)
 
     @contextlib.contextmanager
-    def _link(self) -> Generator[None]:
+    def _link(self, context: P2PContext) -> Generator[None]:
         now = time.monotonic()
+        if not self._admits(str(context.remote_id)):
+            raise CallRefused("this run takes only peers that are admitted")
         if now < self._measuring_until or self._busy():
             raise CallRefused("this peer needs its link now: ask later", "busy")
         if now - self._measured_since > 3600.0:

@@ -25,7 +25,14 @@ from dilocox.dht.errors import DilocoxError
 from dilocox.dht.files import system_fault
 from dilocox.peer import options
 from dilocox.peer.options import ReadFrom
-from dilocox.peer.os_process import PREFIX, end_process, leave_at_once, line_start, set_up_logging
+from dilocox.peer.os_process import (
+    PREFIX,
+    allow_open_files,
+    end_process,
+    leave_at_once,
+    line_start,
+    set_up_logging,
+)
 
 app = typer.Typer(
     name="dilocox",
@@ -196,6 +203,7 @@ def run() -> int:
     Returns the exit code.
     """
     leave_at_once()
+    allow_open_files()
     unknown = sorted(
         name for name in os.environ if name.startswith(PREFIX) and name not in known_variables()
     )

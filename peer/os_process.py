@@ -17,6 +17,7 @@ import contextlib
 import json
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from dilocox.dht.files import write_atomically
 from dilocox.dht.parent_death import dying_with_parent
 
 LEVELS = ("debug", "info", "warning", "error")
+MOST_OPEN_FILES = 65536
 CLEAR_LINE = "\r\x1b[K"  # what stands in this line of the terminal goes
 
 
@@ -53,6 +55,17 @@ def set_up_logging(level: str) -> None:
     root.propagate = False
     # hivemind prints a traceback for every round that finds no group; what matters we say ourselves
     os.environ.setdefault("HIVEMIND_LOGLEVEL", "DEBUG" if level == "debug" else "CRITICAL")
+
+
+def allow_open_files() -> None:
+    """Let this process and its children open as many files as it may, up to MOST_OPEN_FILES: each
+    stream of another peer is one, and many systems start with a limit of 1,024.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(OSError, ValueError):  # a system that has a limit of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def line_start() -> str:

@@ -42,6 +42,7 @@ ONLY_IN = {
         "dht/node_process",
         "dht/p2p_daemon",
         "dht/protocol",
+        "dht/streams",
         "dht/reachability",
         "dht/reconnect",
         "dht/rpc",

@@ -43,6 +43,7 @@ LIMIT_S = 3.0  # for one of them
 TOLD_EVERY_S = 5.0
 MAX_FRAMES = 4  # that are read of an answer
 MAX_BYTES = 1 << 16
+ENDLESS = 0.01  # of the streams
 
 ASKED = ("group", "part", "bytes", "kind", "what", "digest", "header", "offset", "sha256")
 NAMES = (*ASKED, "round", "attempt", "votes", "contributors", "addresses", "seen", "seconds")
@@ -222,6 +223,8 @@ class Flood:
         if target.handler is None:
             return await self._written(target)
         handler, odd = target.handler, self._odd
+        if (handler.stream_input or handler.stream_output) and odd.chance(ENDLESS):
+            return await self._endless(target)
 
         def message() -> Any:
             if odd.chance(0.2):
@@ -247,6 +250,17 @@ class Flood:
                     break
                 said = _said(frame)
         return said
+
+    async def _endless(self, target: Target) -> str:
+        """One message that says it has a terabyte, and goes on for as long as it is taken."""
+        _, _, writer = await self._p2p.call_binary_stream_handler(target.peer, target.name)
+        try:
+            writer.write(P2P.MESSAGE_MARKER + (1 << 40).to_bytes(P2P.HEADER_LEN, P2P.BYTEORDER))
+            while True:
+                writer.write(bytes(MAX_BYTES))
+                await writer.drain()
+        finally:
+            writer.transport.abort()
 
     async def _written(self, target: Target) -> str:
         _, reader, writer = await self._p2p.call_binary_stream_handler(target.peer, target.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dilocox.peer.os_process import StopRequested, StopSignal
+from dilocox.peer.os_process import StopRequested, StopSignal, allow_open_files
 
 BOTH = (signal.SIGINT, signal.SIGTERM)
 
@@ -134,3 +135,17 @@ def test_a_process_ends_with_its_code_though_threads_of_torch_still_run() -> Non
         check=False,
     )
     assert (ended.returncode, ended.stdout) == (3, "tidied\n")
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [((1024, 4096), (4096, 4096)), ((4096, 4096), (4096, 4096)), ((100, 10**6), (65536, 10**6))],
+)
+def test_a_process_may_open_as_many_files_as_its_user_may(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], expected: tuple[int, int]
+) -> None:
+    held = [limits]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: held[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, wanted: held.append(wanted))
+    allow_open_files()
+    assert held[-1] == expected

@@ -57,6 +57,7 @@ from dilocox.dht.reachability import PROBE_REFUSALS, Probe, find_reach
 from dilocox.dht.reconnect import Redialler, Targets
 from dilocox.dht.records import averaging_prefix
 from dilocox.dht.rpc import BYTE_KINDS, REFUSALS, Client, Counts, handler_name
+from dilocox.dht.streams import streams
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.averaging.matchmaking import LATER_S, aim, expect, own_time
 from dilocox.peer.averaging.service import PeerService
@@ -284,11 +285,13 @@ class StageAverager(PeerService, DecentralizedAverager):
 
     @in_process
     async def _open(self) -> None:
+        streams.refuse = self.refused.add
         probe = Probe(
             self._p2p,
             now=hivemind_control.get_dht_time,
             refuse=self._buffers.probe_refused.add,
             busy=lambda: any(attempt.running for attempt in self.attempts.values()),
+            admits=self.local.swarm.admits,
             bootstraps=self.local.dht.bootstraps,
             local_network=self.local.dht.local_network,
         )
@@ -379,14 +382,26 @@ class StageAverager(PeerService, DecentralizedAverager):
             yield averaging_pb2.MessageFromLeader(code=code)
             return
         if request.schema_hash == self._matchmaking.schema_hash:
-            with contextlib.suppress(GroupRefused):  # refused where the group's tickets are read
-                expect(self._matchmaking, self._ticket(request.gather).expected)
+            try:
+                expect(self._matchmaking, self._asked_with(request.gather).expected)
+            except GroupRefused as error:  # or all members would have it, each from this peer
+                self.refused.add("ticket")
+                logger.debug("%s may not join: %s", context.remote_id, error)
+                code = averaging_pb2.MessageCode.PROTOCOL_VIOLATION
+                yield averaging_pb2.MessageFromLeader(code=code)
+                return
         async for message in super().rpc_join_group(request, context):
             yield message
 
     def _admits(self, peer: str) -> bool:
         blamed = () if self._order is None else self._order.blamed
         return peer not in blamed and self.local.swarm.admits(peer)
+
+    def _asked_with(self, gathered: bytes) -> Ticket:
+        """The ticket of one that asks to join; GroupRefused if it is none, or too long."""
+        followers: Any = self._matchmaking.current_followers
+        self._current_order().check_length(gathered, [f.gather for f in followers.values()])
+        return self._ticket(gathered)
 
     def _ticket(self, gathered: bytes) -> Ticket:
         try:

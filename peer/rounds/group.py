@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -26,6 +26,7 @@ from pydantic import Field, StrictBytes, StrictInt, TypeAdapter
 from dilocox.compression.stage_codec import Phase, StageCodec
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_sections import DeadlineSpec, RobustRule
+from dilocox.dht.streams import LEADER_BYTES
 from dilocox.dht.wire import Malformed, Many, checked
 from dilocox.peer.rounds.ballots import excluded_by
 from dilocox.peer.rounds.grid import Grid, Share
@@ -164,6 +165,8 @@ class AttemptResult:
 
 
 MAX_COUNTED = 1024  # peers that a ticket may name
+TICKET_BYTES, TICKET_BYTES_OF_PEER = 8 << 10, 128
+MAX_TICKETS_BYTES = LEADER_BYTES // 2  # of a group, which its leader tells each member
 MAX_TIME_S = 1e6
 _Time = Annotated[float, Field(strict=True, ge=0, lt=MAX_TIME_S, allow_inf_nan=False)]
 # as `Ticket.pack` has them
@@ -316,6 +319,18 @@ class ExchangeOrder(SendFacts):
 
     def may_lead(self, peer: str) -> bool:
         return not self.leaders or peer in self.leaders
+
+    def check_length(self, ticket: bytes, asked: Iterable[bytes]) -> None:
+        """Raise GroupRefused for a ticket that is too long, by itself or beside those of `asked`: a
+        leader tells each member all of them.
+
+        A ticket names counted peers, and its abort peers of the attempt before.
+        """
+        peers = len({*self.counted, *self.last_contributors})
+        if len(ticket) > TICKET_BYTES + TICKET_BYTES_OF_PEER * peers:
+            raise GroupRefused(f"a ticket of {len(ticket)} bytes in a swarm of {peers} peers")
+        if sum(map(len, asked)) + len(ticket) > MAX_TICKETS_BYTES:
+            raise GroupRefused("the tickets of this group are too long")
 
     def ticket(self) -> Ticket:
         return Ticket(

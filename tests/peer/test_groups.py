@@ -383,3 +383,17 @@ def test_aborts_blame_nobody_in_a_first_attempt(identities: list[Identity], tmp_
     tickets = dict.fromkeys(names, order.ticket())
     agreed = attempt_setup(order, MANIFEST, CODEC, names[2], tickets, group=b"g")
     assert [member.peer for member in agreed.members] == names
+
+
+# ---- how long a ticket may be --------------------------------------------------------------------
+def test_a_ticket_that_would_keep_a_group_from_forming_is_refused() -> None:
+    """Its leader sends each member the tickets of all: one of 50 MB took longer than the round."""
+    peers = tuple(f"12D3KooW{number:044d}" for number in range(MAX_MEMBERS))
+    order = order_of(counted=peers, last_contributors=peers)
+    pack = MSGPackSerializer.dumps
+    packed = pack([None, 0, pack(order.ticket().pack(peers))])
+    order.check_length(packed, [packed] * (MAX_MEMBERS - 1))  # a full group of honest ones
+    with pytest.raises(GroupRefused, match="in a swarm of 3 peers"):
+        ORDER.check_length(bytes(10_000), ())
+    with pytest.raises(GroupRefused, match="too long"):
+        order.check_length(bytes(30_000), [bytes(30_000)] * 139)

@@ -43,6 +43,7 @@ from dilocox.peer.rounds.record import (
     parse_header,
     parse_record,
 )
+from dilocox.peer.rounds.standing import follows
 from dilocox.peer.state_folder import MANIFEST_FILE
 
 logger = logging.getLogger(__name__)
@@ -333,6 +334,9 @@ class RoundLog(Store):
         last = self.header(head.round)
         if last is not None and record.rules < last.rules:
             raise RecordRefused(f"record {record.round} is under older rules than the one before")
+        before = () if last is None else last.standings
+        if not follows(record.standings, before, record.round, record.heard()):
+            raise RecordRefused(f"record {record.round} remembers peers otherwise than it follows")
         if record.ranks != (self._codec.first_ranks if last is None else last.next_ranks):
             raise RecordRefused(f"record {record.round} has other ranks than were planned")
         self.write(record.round, data, certificate)

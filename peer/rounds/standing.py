@@ -17,7 +17,7 @@ know the same. Four rules rest on it:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -96,6 +96,21 @@ def following_standings(
         known[peer] = found.excluded(round_number)
     newest = sorted(known.values(), key=lambda each: (-each.round, each.peer))[:MAX_STANDINGS]
     return tuple(sorted(newest, key=lambda each: each.peer))
+
+
+def follows(
+    after: Sequence[Standing],
+    before: Iterable[Standing],
+    round_number: int,
+    heard: Mapping[str, float],
+) -> bool:
+    """Whether what a record remembers is what follows from the record before it; whom its attempt
+    left out is all that it may add.
+    """
+    excluded = {
+        each.peer for each in after if each.left_out == round_number and each.peer not in heard
+    }
+    return tuple(after) == following_standings(before, round_number, heard, excluded)
 
 
 def voters_before(after: Iterable[Standing], heard: Mapping[str, float]) -> frozenset[str]:

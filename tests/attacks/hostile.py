@@ -58,6 +58,7 @@ from dilocox.pipeline.relayed_requests import RelayedRequests
 from dilocox.pipeline.reservation import Assignment
 from tests.peer.fabricated import replica_record, stage_record
 from tests.peer.kept_chains import reduced_alone
+from tests.peer.told_records import remembering
 
 KEYS = 12
 PAUSE_S = 1.0
@@ -247,6 +248,7 @@ class Hostile:
             next_inner_steps=plan.inner_steps_after(last),
             means=means,
         )
+        record = remembering(record, last)
         data = plan.finished(record).to_bytes()
         return data, self._certified(record, digest_of(data), names)
 

@@ -31,6 +31,7 @@ from dilocox.peer.rounds.record import (
 )
 from dilocox.peer.rounds.vote_count import Vote
 from dilocox.pipeline.stage import build_stage, flatten_parameters, parameter_shapes
+from tests.peer.told_records import remembering
 
 RUN = "0123456789abcdef" * 2
 MODEL: dict[str, Any] = {  # 42,000 parameters: what a test trains, checks and replays in an instant
@@ -123,7 +124,8 @@ class ChainMaker:
     def train(self, *rounds: int, change: Change = lambda record: record) -> None:
         """Commit these rounds; what `change` makes of a record is written, and applied if sound."""
         for number in rounds:
-            record = change(self._plan.finished(self._unplanned(number)))
+            made = remembering(self._unplanned(number), self.last)
+            record = change(self._plan.finished(made))
             data = record.to_bytes()
             digest = digest_of(data)
             self.log.write(number, data, self.certificate(record, digest))

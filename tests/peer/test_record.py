@@ -37,6 +37,7 @@ from dilocox.peer.rounds.vote_count import MAX_MEMBERS
 from tests.peer.averaged import own_contribution
 from tests.peer.codecs import codec_of
 from tests.peer.members import LAYOUT, template
+from tests.peer.told_records import remembering
 
 NUMEL = LAYOUT.numel
 CUT = 640
@@ -377,7 +378,7 @@ def of_members(count: int, codec: StageCodec, ranks: tuple[int, ...]) -> RoundRe
 def test_a_record_of_hundreds_of_members_is_taken_by_the_log(tmp_path: Path, count: int) -> None:
     """With a list of names for each part that of 104 members had a header of 1.16 MB."""
     codec = codec_of(LAYOUT, "low_rank")
-    record = of_members(count, codec, codec.first_ranks)
+    record = remembering(of_members(count, codec, codec.first_ranks), None)
     data = record.to_bytes()
     assert parse_record(data, codec) == record
     assert int.from_bytes(data[:8], "little") < {104: 100_000, 128: 128_000}.get(count, 320_000)

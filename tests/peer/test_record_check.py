@@ -15,6 +15,7 @@ from dilocox.peer.rounds.record import Contribution, RecordRefused, RoundRecord,
 from dilocox.peer.rounds.standing import MOST_TOKENS
 from dilocox.peer.rounds.vote_count import Vote
 from tests.peer.kept_chains import RUN, ChainMaker, manifest_of
+from tests.peer.told_records import remembering
 
 CAP = tokens_cap(manifest_of())
 
@@ -36,7 +37,8 @@ def take(maker: ChainMaker, group: list[Identity], tokens: list[int], *, more: i
     def by_all(record: RoundRecord) -> RoundRecord:
         parts = tuple(replace(p, reducer=names[0], contributors=names) for p in record.parts)
         counted = record.chain_tokens - record.tokens + sum(tokens) + more
-        return replace(record, members=members, parts=parts, chain_tokens=counted)
+        record = replace(record, members=members, parts=parts, chain_tokens=counted)
+        return remembering(record, maker.last)
 
     maker.train(1, change=by_all)
     data = maker.log.read_bytes(1)

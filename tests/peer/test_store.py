@@ -5,6 +5,7 @@ chain on disk that survives crashes and takes nothing else.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from dilocox.peer.rounds.record import (
     RecordRefused,
     ReducedShare,
     digest_of,
+    parse_record,
 )
+from dilocox.peer.rounds.standing import MOST_CREDITED, Standing
 from tests.peer.codecs import codec_of
 from tests.peer.members import LAYOUT, MANIFEST_DIGEST, template
 
@@ -149,6 +152,9 @@ def record_bytes(round_number: int, previous: str, chain_tokens: int, tokens: in
         members=(Contribution(peer="a", tokens=tokens, exchange_s=0.0, step_s=0.0),),
         chain_tokens=chain_tokens,
         parts=(ReducedShare(phase=0, reducer="a", start=0, stop=numel, contributors=("a",)),),
+        standings=(
+            Standing(peer="a", round=round_number, credited=min(MOST_CREDITED, chain_tokens // 10)),
+        ),
         means=(mean,),
     ).to_bytes()
 
@@ -255,3 +261,21 @@ def test_votes_of_each_attempt_are_kept_over_a_restart(log: RoundLog, tmp_path: 
     again = log_in(tmp_path / "log")
     assert (again.own_vote(3, 0), again.own_vote(3, 1)) == (b"abort", b"digest")
     assert again.own_vote(4, 0) is None
+
+
+def test_a_record_that_gives_its_members_no_credit_is_not_appended(log: RoundLog) -> None:
+    """Who votes follows from what it remembers: its maker alone would have been the majority."""
+    first, second = chain(0, 1)
+    log.append(first, PROOF)
+    honest = parse_record(second, CODEC)
+    (standing,) = honest.standings
+    for forged in (
+        (),
+        (replace(standing, credited=9),),
+        (replace(standing, times=1, left_out=1),),
+        (*honest.standings, Standing(peer="b", round=1, credited=1)),
+    ):
+        with pytest.raises(RecordRefused, match="remembers peers otherwise"):
+            log.append(replace(honest, standings=forged).to_bytes(), PROOF)
+    out = Standing(peer="b", round=1, times=1, left_out=1)  # of a repeated attempt
+    log.append(replace(honest, standings=(standing, out)).to_bytes(), PROOF)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dilocox.peer.rounds.record import (
     Contribution,
@@ -12,6 +12,14 @@ from dilocox.peer.rounds.record import (
     RoundRecord,
     digest_of,
 )
+from dilocox.peer.rounds.standing import following_standings
+
+
+def remembering(record: RoundRecord, last: RoundRecord | None) -> RoundRecord:
+    """The record, with what it has to remember of peers after the last one."""
+    before = () if last is None else last.standings
+    standings = following_standings(before, record.round, record.heard(), ())
+    return replace(record, standings=standings)
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,7 @@ def told_chain(
             next_inner_steps=20,
             means=(bytes(mean_bytes),),
         )
+        record = remembering(record, chain[-1].record if chain else None)
         data = record.to_bytes()
         chain.append(ToldRecord(record, data, digest_of(data)))
         previous = chain[-1].digest

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -116,7 +115,7 @@ class ChainFollower:
             now=now,
         )
         self._follows = False  # since it took part in a record, or began
-        self._donor = ""  # whom the last state was asked of
+        self._asked = ""  # of whom the last records or state were
         self._slow: set[str] = set()  # donors that others may be faster than
         self.states_taken = 0
 
@@ -217,7 +216,7 @@ class ChainFollower:
             self._begin_state(view, self._state_needed)
             return
         # any of those who claim it: one that is out of our reach must not keep us from the others
-        peer = random.choice(view.within_reach(holders(view, stated.digest)))
+        peer = self._chosen(view, holders(view, stated.digest))
         lacks = stated.round - self.head.round
         # what a spare lacks with each look, or of one round, the line that it was taken says
         told = lacks >= MANY_ROUNDS or (lacks > 1 and not self._follows)
@@ -239,12 +238,16 @@ class ChainFollower:
         honest = self._book.donors(donors)
         untried = [donor for donor in honest if donor not in self._slow]
         hurry = bool(untried) and len(honest) > 1 and len(self._slow) < MAX_SLOW
-        peer = self._donor = random.choice(view.within_reach(untried if hurry else honest))
+        peer = self._chosen(view, untried if hurry else honest)
         logger.info("catching up: taking the newest weights from %s", view.shown(peer))
         future = self._averager.fetch_state(
             peer, after_round=needed.after_round, hurry=hurry, end=self._chain_end(view)
         )
         self._begin(future, lambda found: self._got_state(found, needed))
+
+    def _chosen(self, view: SwarmView, peers: Sequence[str]) -> str:
+        self._asked = self._book.chosen(self._trust, view.within_reach(peers))
+        return self._asked
 
     def _donors(self, view: SwarmView, needed: _StateNeeded) -> list[str]:
         """Who may have a state; after a fork those on our own chain are of no use."""
@@ -295,13 +298,15 @@ class ChainFollower:
                 self._events.lease.give_back()  # to be saved and validated meanwhile
         except NoState as error:
             logger.info("nobody has a newer state yet: %s", error)
+            self._book.asked_in_vain(self._asked)
             if self._state_needed is not None and self._state_needed.saves_bytes:
                 self._state_needed = None
                 self._no_state_before = self._clock.monotonic() + self._record_lifetime_s
             self._not_before = self._clock.monotonic() + PAUSE_AFTER_FAILURE_S
         except TooSlow as error:
             logger.info("looking for a faster peer: %s", error)
-            self._slow.add(self._donor)
+            self._slow.add(self._asked)
+            self._book.asked_in_vain(self._asked)
         except PeerBusy as error:
             logger.info("%s", error)
             if self._state_needed is None:
@@ -310,6 +315,7 @@ class ChainFollower:
         except (ConnectionError, RecordRefused, CallRefused, asyncio.TimeoutError) as error:
             reason, pause_s = str(error) or type(error).__name__, PAUSE_AFTER_FAILURE_S
             logger.warning("catching up failed; trying again: %s", reason)
+            self._book.asked_in_vain(self._asked)
             if self._state_needed is None:
                 self._doubt()
             # a state may be gigabytes over a line that breaks: that says nothing of the claim
@@ -334,6 +340,7 @@ class ChainFollower:
 
     def _reached(self, reach: Reached) -> None:
         self._told = reach.told
+        self._book.gave(self._asked)
         if reach.fork_round is None:
             if reach.too_far or reach.costly:
                 self._state_needed = _StateNeeded(
@@ -360,6 +367,7 @@ class ChainFollower:
         self._not_before = self._clock.monotonic() + PAUSE_AFTER_FAILURE_S
 
     def _got_state(self, found: StateFile, needed: _StateNeeded) -> None:
+        self._book.gave(self._asked)
         self._with_lease = lambda: self._begin(
             self._averager.take_state(found), lambda state: self._took_state(state, needed)
         )
@@ -390,7 +398,7 @@ class ChainFollower:
         """One donor's wrong state speaks against that donor; against the claim, those of all. How
         long to wait: nobody's traffic is to be spent on one wrong state after the other.
         """
-        if not self._book.lied(self._donor):
+        if not self._book.lied(self._asked):
             return PAUSE_AFTER_FAILURE_S
         self._doubt()
         return self._record_lifetime_s / 2

@@ -381,13 +381,15 @@ class StageArchive:
         if self._trust.is_witness and self._current.head.round < 0:
             random.shuffle(ahead)  # nobody is known yet: who claims the most may have nothing
         for claim in ahead[:TRIED_AT_ONCE]:
-            peer, before = random.choice(holders(view, claim.digest)), self._current.head.round
+            peer = self._book.chosen(self._trust, holders(view, claim.digest))
+            before = self._current.head.round
             try:
                 reach = await self._catch_up(self._current, [peer], claim.digest)
             except REFUSED as error:
                 self._doubt(claim, peer, error, came=self._current.head.round > before)
                 continue
             self._book.came(claim.digest)
+            self._book.gave(peer)
             forked = reach.fork_round is not None
             if reach.too_far or (forked and self._wins(claim.digest, reach)):
                 self._cannot_follow(view, claim, reach)
@@ -416,6 +418,7 @@ class StageArchive:
         donors = self._book.donors(holders(view, claim.digest))
         if donors and self._building is None and self._now() >= self._not_before:
             random.shuffle(donors)
+            donors.sort(key=lambda peer: not self._trust.knows(peer))
             self._building = asyncio.create_task(self._taken_in_time(donors, claim.digest))
             self._replaces = True
 
@@ -423,6 +426,7 @@ class StageArchive:
         if came:
             self._book.came(claim.digest)
             return
+        self._book.asked_in_vain(peer)
         if not self._book.failing(claim.digest):
             logger.info("%s: round %d from %s: %s", self, claim.round, peer[-6:], _said(error))
         if self._book.failed(claim.digest, busy=isinstance(error, PeerBusy)):

@@ -14,8 +14,9 @@ One book serves a peer (averaging/follower.py), another one each stage of an arc
 
 from __future__ import annotations
 
+import random
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,8 @@ MAX_NOTED = 1000  # digests or peers
 CREDIT_ROUNDS = 10  # whose contributors stand behind what comes next
 SETTLED_RECORDS = 3  # that the witness vouched for: a fork further back is nobody's to choose
 LEAST_CREDIT = 3  # of those who go on where all others are stuck
+STAND_IN, WITNESS = 1 << 20, 1 << 30  # by which the bootstraps vouch; a peer by its credit
+AGAIN = 0.5  # of the times somebody known is asked who gave nothing, where nobody else is known
 
 
 class Trust:
@@ -118,8 +121,34 @@ class Trust:
         elif not credit:
             standing_in = self._stand_ins & view.claims.keys()
             believed |= {view.claims[peer].digest for peer in standing_in}
-        counting = {peer: each for peer, each in view.claims.items() if each.digest in believed}
+        vouching = {peer: credit[peer] + (peer in last) for peer in view.claims}
+        vouching |= dict.fromkeys(self._stand_ins & view.claims.keys(), STAND_IN)
+        vouching |= dict.fromkeys({self._witness} & view.claims.keys(), WITNESS)
+        stated = _stated(view, head, vouching)
+        counting = {
+            peer: _as_stated(each, stated[each.digest])
+            for peer, each in view.claims.items()
+            if each.digest in believed
+        }
         return replace(view, claims=counting)
+
+    def chosen(self, peers: Sequence[str], helpful: Collection[str], *, first: bool) -> str:
+        """Whom to ask for something of the chain, of those who claim that they have it.
+
+        Keys cost nothing, so most of those may be one's who gives nothing. helpful: who did not
+        give nothing before. first: whether nobody did, of whom this peer has asked. Then, where it
+        has no chain yet, anybody will do, or all who join would ask the bootstraps; else it asks
+        those whose values are in its last records, and the bootstraps.
+        """
+        pool = [peer for peer in peers if peer in helpful] or list(peers)
+        known = list(filter(self.knows, pool))
+        if not known and random.random() < AGAIN:  # it may only have been busy
+            known = list(filter(self.knows, peers))
+        return random.choice(known if known and (self._credit[1] or not first) else pool)
+
+    def knows(self, peer: str) -> bool:
+        """Whether its values are in our last records, or it is a bootstrap."""
+        return peer in self._credit[1] or peer in self._stand_ins or peer == self._witness
 
     def teller(self, telling: Sequence[str]) -> str:
         """Whom to ask what leads to a record, of those who claim it."""
@@ -195,6 +224,7 @@ class ClaimBook:
         self._failing: dict[tuple[str, bool], float] = {}
         self._ignored: set[str] = set()
         self._liars: set[str] = set()
+        self._in_vain: set[str] = set()  # who was asked, and gave nothing
 
     # ---- claims ----------------------------------------------------------------------------------
     def ahead(self, view: SwarmView, head: Tip) -> list[ClaimRecord]:
@@ -247,7 +277,19 @@ class ClaimBook:
         _note(self._ignored, digest)
         self.came(digest)
 
-    # ---- those who hold states -------------------------------------------------------------------
+    # ---- those who hold records and states ------------------------------------------------------
+    def asked_in_vain(self, peer: str) -> None:
+        """It gave nothing of what it claims, whatever the reason."""
+        _note(self._in_vain, peer)
+
+    def gave(self, peer: str) -> None:
+        self._in_vain.discard(peer)
+
+    def chosen(self, trust: Trust, peers: Sequence[str]) -> str:
+        """Whom to ask of those who claim what is wanted: see `Trust.chosen`."""
+        helpful = set(peers) - self._in_vain
+        return trust.chosen(peers, helpful, first=not self._in_vain)
+
     def lied(self, peer: str) -> bool:
         """Its state was wrong; whether that had happened before."""
         before = peer in self._liars
@@ -280,6 +322,25 @@ def holders(view: SwarmView, digest: str) -> list[str]:
     return [
         peer for peer, claim in view.claims.items() if peer != view.me and claim.digest == digest
     ]
+
+
+def _stated(
+    view: SwarmView, head: Tip, vouching: Mapping[str, int]
+) -> dict[str, tuple[int, int, int]]:
+    """What counts of each record that is claimed: its round, the chain's tokens, its bytes. As most
+    of those say who vouch for it, and of ours as it is: anybody may claim a record that others
+    vouch for, with other numbers.
+    """
+    said = Counter[tuple[str, tuple[int, int, int]]]()
+    for peer, claim in view.claims.items():
+        said[claim.digest, (claim.round, claim.chain_tokens, claim.record_bytes)] += vouching[peer]
+    found = {digest: numbers for (digest, numbers), _ in reversed(said.most_common())}
+    return found | {head.digest: (head.round, head.chain_tokens, head.record_bytes)}
+
+
+def _as_stated(claim: ClaimRecord, numbers: tuple[int, int, int]) -> ClaimRecord:
+    round_number, chain_tokens, record_bytes = numbers
+    return replace(claim, round=round_number, chain_tokens=chain_tokens, record_bytes=record_bytes)
 
 
 def wins(reach: Reached, log: RoundLog, head: Tip) -> bool:

@@ -388,3 +388,45 @@ def test_of_two_chains_that_nobody_vouched_for_the_one_with_more_tokens_wins(
     reach = Reached(appended=(), fork_round=2, fork_digest="b", chain_tokens=900, too_far=False)
     assert trust.wins("bb", reach, log, HEAD)
     assert not trust_of(clock, me=WITNESS).wins("bb", reach, log, HEAD), "it vouched for ours"
+
+
+def test_who_claims_a_believed_record_with_other_numbers_holds_it_and_states_nothing(
+    clock: TestClock,
+) -> None:
+    """One stranger had all look for a state, and their sends were void meanwhile."""
+    trust, log = trust_of(clock), cast("RoundLog", Credited(LOG))
+    told = {"x": claim("bb", 2**53, 2**53), WITNESS: claim("bb", 600, 5), "y": claim("aa", 10**9)}
+    counted = trust.counting(view(**told), log, HEAD).claims
+    assert {(each.round, each.chain_tokens) for each in counted.values()} == {(5, 600), (4, 500)}
+    assert holders(view(**counted), "bb") == ["x", WITNESS], "whoever has it may give it"
+    makers = {"a": claim("cc", 610, 6), "b": claim("cc", 610, 6), "c": claim("cc", 900, 9)}
+    counted = trust.counting(view(x=claim("cc", 2**53), **makers), log, HEAD).claims
+    assert {each.chain_tokens for each in counted.values()} == {610}, "as most of them say"
+
+
+# ---- whom to ask ---------------------------------------------------------------------------------
+STRANGERS = [f"x{n}" for n in range(50)]
+
+
+def test_who_has_a_chain_asks_those_who_made_it_and_the_bootstraps_first(
+    clock: TestClock, book: ClaimBook
+) -> None:
+    trust = trust_of(clock)
+    trust.counting(view(), cast("RoundLog", Credited(LOG)), HEAD)
+    asked = {book.chosen(trust, [*STRANGERS, "a", WITNESS]) for _ in range(50)}
+    assert asked == {"a", WITNESS}
+    assert book.chosen(trust, STRANGERS) in STRANGERS, "nobody else has it"
+
+
+def test_who_joins_asks_anybody_until_one_gives_nothing_and_then_a_bootstrap(
+    clock: TestClock, book: ClaimBook
+) -> None:
+    trust, holding = trust_of(clock), [*STRANGERS, WITNESS]
+    assert len({book.chosen(trust, holding) for _ in range(200)}) > 10, "the load is shared"
+    book.asked_in_vain("x0")
+    assert book.chosen(trust, holding) == WITNESS
+    book.asked_in_vain(WITNESS)  # busy, perhaps
+    again = {book.chosen(trust, holding) for _ in range(200)}
+    assert WITNESS in again and again & set(STRANGERS) and "x0" not in again
+    book.gave(WITNESS)
+    assert book.chosen(trust, holding) == WITNESS

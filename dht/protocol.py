@@ -34,6 +34,8 @@ from dilocox.dht.wire import MAX_ITEMS, Malformed, pack, unpack
 logger = logging.getLogger(__name__)
 
 MAX_KEYS = 64  # distinct ones in one question
+MAX_VALUES = 256  # to be stored with one call
+VALUES_OF_REQUEST = 8  # that count as one more call of `RequestLimit`
 MAX_ANSWER_BYTES = 1 << 20  # p2pd carries 4 MiB; what does not fit is asked for again
 MAX_NEWS = MAX_ITEMS // 2  # values under one key in one answer, likewise
 NEAREST = 5  # nodes told for a key: so many keep its values
@@ -107,7 +109,8 @@ class RunProtocol(DHTProtocol):
     ) -> Callable[[Any, P2PContext], Awaitable[Any]]:
         async def answer(request: Any, context: P2PContext) -> Any:
             try:
-                limit.check(str(context.remote_id))
+                values = len(request.keys) if isinstance(request, dht_pb2.StoreRequest) else 0
+                limit.check(str(context.remote_id), 1 + values // VALUES_OF_REQUEST)
                 return await call(request, context)
             except Exception as error:  # the asker is told
                 self.refused.add(refusal_kind(error))
@@ -129,9 +132,13 @@ class RunProtocol(DHTProtocol):
     async def rpc_store(
         self, request: dht_pb2.StoreRequest, context: P2PContext
     ) -> dht_pb2.StoreResponse:
-        """As hivemind's, without its cache, which no node of a run uses and nothing bounds."""
+        """As hivemind's, for so many values, each of which has a signature to check; without its
+        cache, which no node of a run uses and nothing bounds.
+        """
         if any(request.in_cache):
             raise ValueError("nothing is cached here")
+        if len(request.keys) > MAX_VALUES:
+            raise ValueError(f"{len(request.keys)} values, at most {MAX_VALUES} are taken at once")
         return await super().rpc_store(request, context)
 
     async def update_routing_table(

@@ -68,7 +68,13 @@ NODE_REFUSALS = (
 )
 """Why the DHT node refuses, or keeps no longer, what another peer wants stored, or its question."""
 
-_KINDS = {"record": "record", "certificate": "record", "history": "record", "state": "state"}
+_KINDS = {
+    "record": "record",
+    "certificate": "record",
+    "history": "record",
+    "tokenizer": "record",
+    "state": "state",
+}
 
 
 class Counts:
@@ -113,14 +119,16 @@ class RequestLimit:
         self._since = 0.0
         self._asked: Counter[str] = Counter()
 
-    def check(self, asker: str) -> None:
-        """Count a request of this peer id; raises CallRefused (often) for one too many."""
+    def check(self, asker: str, count: int = 1) -> None:
+        """Count a request of this peer id, one that is as much work as `count` others; raises
+        CallRefused (often) for one too many.
+        """
         now = time.monotonic()
         crowd = len(self._asked) >= MAX_ASKERS and asker not in self._asked
         if crowd or now - self._since > self._within_s:
             self._asked.clear()
             self._since = now
-        self._asked[asker] += 1
+        self._asked[asker] += count
         if self._asked[asker] > self._most:
             raise CallRefused(
                 f"asked too often: {self._most} times in {self._within_s:g} s are answered", "often"

@@ -33,6 +33,7 @@ FETCH_PING_S = 5.0
 # hivemind replaces a value only by one that expires later.
 LATER_S = 0.001
 MAX_KEYS_KEPT = 256
+MAX_OWNERS = 8192  # under one key: a keeper that lies may tell of keys without end
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,16 @@ class Swarm:
     the manifest is known; None: anybody's.
     """
 
-    def __init__(self, dht: RunDHT, run: str, identity: Identity, clock: RunClock):
+    def __init__(
+        self,
+        dht: RunDHT,
+        run: str,
+        identity: Identity,
+        clock: RunClock,
+        *,
+        most_owners: int = MAX_OWNERS,
+    ):
+        """most_owners: under one key, that are heard; who comes later is not."""
         self.refused: Counter[str] = Counter()
         self.admission: Admission | None = None
         self.sent_bytes = self.received_bytes = 0
@@ -59,6 +69,7 @@ class Swarm:
         self._run = run
         self._identity = identity
         self._clock = clock
+        self._most_owners = most_owners
         self._sequence = 0
         self._expiries: dict[str, float] = {}
         self._writing = threading.Lock()
@@ -269,7 +280,9 @@ class Swarm:
                 self.refused["type"] += 1
             else:
                 before = seen.get(envelope.owner)
-                if before is None or before.sequence < envelope.sequence:
+                if before is None and len(seen) >= self._most_owners:
+                    self.refused["full"] += 1
+                elif before is None or before.sequence < envelope.sequence:
                     seen[envelope.owner] = _Seen(
                         entry.mark, envelope.sequence, envelope.expires_at, record
                     )

@@ -262,9 +262,14 @@ class PeerService(ServicerBase):
             raise
 
     def check_requests(self, context: P2PContext) -> None:
-        """Raise CallRefused for one request of a peer too many, which is counted."""
+        """Raise CallRefused for who is not admitted to the run, and for one request of a peer too
+        many, which is counted.
+        """
+        peer = str(context.remote_id)
         with self.counting_refusals():
-            self.requests.check(str(context.remote_id))
+            if not self.local.swarm.admits(peer):
+                raise CallRefused("this run takes only peers that are admitted", "admission")
+            self.requests.check(peer)
 
     async def find_attempt(self, group: object) -> Attempt:
         """The running attempt of a group, waiting a little for one that is about to start."""
@@ -295,8 +300,8 @@ def refusal(error: Exception) -> str:
             return "record"
         case asyncio.TimeoutError() | ConnectionError():
             return "late"
-        case CallRefused(kind="often"):
-            return "often"
+        case CallRefused(kind="often" | "admission" as kind):
+            return kind
         case _:
             return "frame"
 

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.text import Text
 
 from dilocox import __version__
-from dilocox.dht.errors import DilocoxError, InvalidInput
+from dilocox.dht.errors import DilocoxError, InvalidInput, UnreadableManifest
 from dilocox.dht.files import no_temporary_folder
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
@@ -118,7 +118,7 @@ class Examination:
             try:
                 place = stack.enter_context(self._joined(port))
             except DilocoxError as error:
-                name = "version" if "speaks protocol" in str(error) else "run"
+                name = "version" if isinstance(error, UnreadableManifest) else "run"
                 yield fault(name, error)
                 return name
             try:

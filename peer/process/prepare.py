@@ -20,6 +20,7 @@ from dilocox.dht.manifest import DataSpec, Manifest
 from dilocox.dht.manifest_sections import LONGEST, format_of
 from dilocox.peer.averaging.averager import StageBuffers
 from dilocox.peer.chain.snapshot_files import DAMAGED
+from dilocox.peer.chain.store import RECORDS_NEEDED
 from dilocox.peer.memory_and_disk import Check, DiskNeeds, MemoryNeeds, disk_check, disk_free, size
 from dilocox.peer.rounds.record import stage_codec
 from dilocox.peer.state_folder import ASIDE
@@ -219,8 +220,8 @@ class StageNeeds:
     def disk_bytes(self) -> int:
         """Snapshots and log."""
         rounds = self.manifest.rounds
-        log_bytes = max(rounds.log_bytes, 4 * self.record_bytes)
-        kept_bytes = min(rounds.records_kept * self.record_bytes, log_bytes)
+        log_bytes = max(rounds.log_bytes, RECORDS_NEEDED * self.record_bytes)
+        kept_bytes = min(max(rounds.records_kept, RECORDS_NEEDED) * self.record_bytes, log_bytes)
         return SNAPSHOTS_AT_ONCE * self.snapshot_bytes + kept_bytes
 
     @cached_property

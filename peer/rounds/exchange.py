@@ -152,13 +152,16 @@ class Attempt:
             self._group.notify()
 
     def on_votes(self, votes: Sequence[bytes]) -> None:
-        """Signed votes; ValueError if one is not of this attempt, after the others were taken."""
+        """Signed votes; ValueError for the first that is not of this attempt: those after it are
+        not looked at, a signature takes a while.
+        """
         known, refused = self.ballots.voted(), None
         for vote in votes:
             try:
                 self.ballots.receive(vote)
             except ValueError as error:
                 refused = error
+                break
         self._group.notify()
         # those of our row that only dial out do not hear each other
         dial_out = set(self._group.dial_out)

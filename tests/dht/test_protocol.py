@@ -17,7 +17,7 @@ from hivemind.proto import dht_pb2, p2pd_pb2
 from dilocox.dht.clock import RunClock
 from dilocox.dht.identity import Identity
 from dilocox.dht.node import RunDHT
-from dilocox.dht.protocol import MAX_ANSWER_BYTES, MAX_KEYS, RunProtocol
+from dilocox.dht.protocol import MAX_ANSWER_BYTES, MAX_KEYS, MAX_VALUES, RunProtocol
 from dilocox.dht.records import PartRecord, key_id, part_key
 from dilocox.dht.rpc import ASKED_BY_ONE, NODE_REFUSALS, CallRefused, Counts
 from dilocox.dht.swarm import Swarm
@@ -136,6 +136,23 @@ def test_nothing_is_cached_for_anybody(asked: Node, stranger_node: Node, operato
         keys=[bytes(20)], subkeys=[b""], values=[b"x"], expiration_time=[2e9], in_cache=[True]
     )
     with pytest.raises(P2PHandlerError, match="nothing is cached"):
+        told = request.SerializeToString()
+        run_in(stranger_node, tell, peer=operator.peer_id, kind="Store", request=told)
+
+
+def test_more_values_than_anybody_has_are_not_looked_at(
+    asked: Node, stranger_node: Node, operator: Identity
+):
+    """Each has a signature to check, and ten thousand fit into one call."""
+    many = MAX_VALUES + 1
+    request = dht_pb2.StoreRequest(
+        keys=[bytes(20)] * many,
+        subkeys=[b"x"] * many,
+        values=[b"x"] * many,
+        expiration_time=[2e9] * many,
+        in_cache=[False] * many,
+    )
+    with pytest.raises(P2PHandlerError, match="257 values, at most 256"):
         told = request.SerializeToString()
         run_in(stranger_node, tell, peer=operator.peer_id, kind="Store", request=told)
 

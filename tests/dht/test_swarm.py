@@ -2,6 +2,7 @@
 
 import tracemalloc
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -242,6 +243,33 @@ def test_garbage_is_skipped_and_counted_by_reason(
         "key": 1,
         "type": 1,
     }
+
+
+def test_of_a_crowd_under_one_key_those_are_kept_that_came_first(
+    dht: FakeDHT, clock: StandingClock, volunteer: Identity, run: str, tmp_path: Path
+):
+    """A keeper that lies tells of owners without end, each with a good signature."""
+    key = part_key(run, 0)
+    swarm = Swarm(cast(RunDHT, dht), run, volunteer, clock, most_owners=3)
+    owners = [Identity.load_or_create(tmp_path / f"{number}.key") for number in range(5)]
+
+    def tell(number: int, sequence: int) -> None:
+        owner = owners[number]
+        mine = peer_id_bytes_of(owner.public_key)
+        value = seal(
+            owner, key=key, sequence=sequence, expires_at=1015.0, payload=at(number).encode()
+        )
+        dht.values.setdefault(key, {})[sequence] = Entry(mine, pack(value), 1015.0)
+
+    for number in range(5):
+        tell(number, number)
+    first = {owners[number].peer_id for number in range(3)}
+    assert set(swarm.read(key, PartRecord) or ()) == first
+    assert swarm.refused == {"full": 2}
+    tell(0, 9)  # who is known is heard
+    assert set(swarm.read(key, PartRecord) or ()) == first
+    clock.now = 1016.0  # and makes room when its record is no more
+    assert swarm.read(key, PartRecord) == {}
 
 
 def test_record_under_a_key_of_another_kind_is_a_programming_error(

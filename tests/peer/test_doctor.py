@@ -19,7 +19,11 @@ import torch
 from rich.console import Console
 
 from dilocox.dht import join
-from dilocox.dht.errors import DilocoxError, EnvironmentFault, InvalidInput
+from dilocox.dht.errors import (
+    DilocoxError,
+    EnvironmentFault,
+    UnreadableManifest,
+)
 from dilocox.dht.invite import Invite
 from dilocox.dht.manifest import Manifest
 from dilocox.peer import memory_and_disk
@@ -249,7 +253,7 @@ def test_without_a_bootstrap_the_rest_is_checked_all_the_same(here: Path, taken:
     ("error", "line"),
     [
         (EnvironmentFault("no manifest of run 0: check that the bootstrap runs"), "run"),
-        (InvalidInput("protocol is 9; this dilocox speaks protocol 3: install it"), "version"),
+        (UnreadableManifest("it is of another protocol: install version 9"), "version"),
     ],
 )
 def test_a_run_that_cannot_be_joined_says_why_and_the_rest_waits_for_it(

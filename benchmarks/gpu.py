@@ -13,7 +13,8 @@ warm up; random tokens.
     of peak     floating point operations of these tokens (6 a parameter that multiplies, 12 for
                 each token, position and channel of attention) over what products of large matrices
                 alone reach in that precision on this device, in the same process
-    memory      most that PyTorch had in use on the GPU in a step, GB; on a CPU nothing is shown
+    memory      most that PyTorch had in use on the GPU in a step, GB; on a CPU nothing is shown;
+                and what a peer counts with (`dilocox plan`), without CUDA's own
     send        seconds in which the message of a round is made: weights come from the device in
                 chunks, and the rest is arithmetic on the CPU
     codec       seconds that a billion parameters would take in the first exchange's products and in
@@ -49,6 +50,8 @@ from benchmarks.memory import Bench
 from benchmarks.report import Column, Report, parser
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.manifest import Manifest
+from dilocox.peer.memory_and_disk import CUDA_BYTES
+from dilocox.peer.process.prepare import memory_of_stages
 from dilocox.peer.rounds.record import stage_codec
 from dilocox.pipeline.partition import load_config
 from dilocox.pipeline.stage import chosen_device
@@ -153,6 +156,7 @@ class Figures:
     model: str
     device: str
     parameters: int
+    planned_bytes: int
     peak_flops: float
     dilocox: Speed
     plain: Speed
@@ -320,6 +324,12 @@ def stage_of(size: Size, manifest: Manifest, device: torch.device, *, recompute:
         )
 
 
+def planned_bytes(manifest: Manifest, *, recompute: bool) -> int:
+    """Of a GPU, what a peer counts with for the one stage."""
+    (needs,) = memory_of_stages(manifest, recompute=recompute)
+    return needs.on_gpu - 2 * CUDA_BYTES
+
+
 def measure(name: str, device_option: str, recompute: bool) -> Figures:
     """One model. To be called in a fresh process."""
     size, device = SIZES[name], chosen_device(device_option)
@@ -335,6 +345,7 @@ def measure(name: str, device_option: str, recompute: bool) -> Figures:
         model=name,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         parameters=stage.parameters,
+        planned_bytes=planned_bytes(manifest, recompute=recompute),
         peak_flops=stage.peak_flops,
         dilocox=stage.speed,
         plain=theirs,
@@ -361,6 +372,7 @@ def show(found: list[Figures], report: Report) -> None:
         "dilocox, of peak": lambda f: f"{f.dilocox.of_peak:.1%}",
         "plain, of peak": lambda f: f"{f.plain.of_peak:.1%}",
         "dilocox, memory GB": lambda f: f"{f.dilocox.memory_bytes / GB:.2f}",
+        "planned, memory GB": lambda f: f"{f.planned_bytes / GB:.2f}",
         "plain, memory GB": lambda f: f"{f.plain.memory_bytes / GB:.2f}",
         "send, s": lambda f: f"{f.send_s:.3f}",
         "codec on the CPU, s a billion": lambda f: f"{f.codec.cpu_s:.1f}",

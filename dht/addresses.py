@@ -149,7 +149,7 @@ def wait_for_entry(
                 logger.warning("%s; joining by peers that were there before", error)
                 return replace(back, addresses=reachable)
             if not told:
-                logger.warning("%s; trying until one can be", error)
+                logger.warning("%s; trying again until one answers", error)
             told = True
             time.sleep(BETWEEN_TRIES_S)
         else:

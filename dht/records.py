@@ -141,15 +141,6 @@ class Record:
             raise Malformed(f"{cls.kind} record: {error}") from None
 
 
-def figures_of(record: type[Record]) -> dict[str, str]:
-    """The shares, from 0 to 1, that training loops tell in records of this kind, and what they are.
-
-    Metrics, the progress line and the status page show every such field with its name.
-    """
-    marked = {spec.name: spec.metadata.get("figure") for spec in fields(record)}
-    return {name: text for name, text in marked.items() if text}
-
-
 @dataclass(frozen=True, kw_only=True)
 class StageRecord(Record):
     """A peer that hosts a stage.
@@ -188,6 +179,15 @@ class StageRecord(Record):
     )
     name: Text = ""
     team: Text = ""
+
+
+def stage_figures() -> dict[str, str]:
+    """The shares, from 0 to 1, that training loops tell in a StageRecord, and what they are.
+
+    Metrics, the progress line and the status page show every such field with its name.
+    """
+    marked = {spec.name: spec.metadata.get("figure") for spec in fields(StageRecord)}
+    return {name: text for name, text in marked.items() if text}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -125,20 +125,18 @@ class SwarmView:
 
     def best_claim(
         self, chain_tokens: int, digest: str, ignored: Collection[str] = ()
-    ) -> tuple[str, ClaimRecord] | None:
-        """Whose chain has more tokens behind it than ours, or as many under another digest.
+    ) -> ClaimRecord | None:
+        """The claim of a chain with more tokens than ours, or with as many and another digest.
 
         Along a chain the tokens only grow, and they also decide between two chains, so this
         finds what is ahead of us and what may win a fork, and nothing that is behind us. The most
         tokens first; among equals the smaller digest. `ignored`: digests that are not to be had.
         """
         candidates = [
-            (peer, claim)
+            claim
             for peer, claim in self.claims.items()
             if peer != self.me and claim.round >= 0
             if claim.chain_tokens >= chain_tokens and claim.digest != digest
             if claim.digest not in ignored
         ]
-        if not candidates:
-            return None
-        return min(candidates, key=lambda item: (-item[1].chain_tokens, item[1].digest))
+        return min(candidates, key=lambda each: (-each.chain_tokens, each.digest), default=None)

@@ -27,7 +27,7 @@ PROCESSES_BYTES = 800_000_000  # the four processes before the first vector, mea
 WORK_BYTES = 80_000_000  # what kernels and the allocator take when a CPU begins to train, measured
 HEAP_SHARE = 1.15  # of activations on a CPU: the heap's gaps, measured
 CUDA_BYTES = 600_000_000  # what CUDA takes of a GPU for each process, more or less
-MAX_WINDOW = 1024  # microbatches in flight
+LARGEST_OWN_WINDOW = 1024  # microbatches in flight
 
 # Of a container, by version of Linux's control groups: the limit, what is used, and details.
 _GROUPS = (
@@ -153,13 +153,13 @@ def window_limit(
     plan, which has one of them. 0 bytes are not known yet.
     """
     if stored_bytes <= 0:
-        return MAX_WINDOW
+        return LARGEST_OWN_WINDOW
     on_cpu = device.type == "cpu"
     free = available_bytes() if on_cpu else gpu_free_bytes(device) + gpu_cached_bytes(device)
     room = free / 2
     if limit_bytes is not None and on_cpu:
         room = min(room, limit_bytes - needs.on_cpu + stored_bytes)
-    return max(1, min(MAX_WINDOW, int(room / stored_bytes)))
+    return max(1, min(LARGEST_OWN_WINDOW, int(room / stored_bytes)))
 
 
 @contextmanager

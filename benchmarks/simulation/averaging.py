@@ -491,7 +491,6 @@ class SimulatedAverager:
             if shared < len(self.log.chain):
                 future.set(
                     Reached(
-                        appended=(),
                         fork_round=self.log.chain[shared - 1][1].round if shared else -1,
                         fork_digest=theirs.chain[shared][0]
                         if shared < len(theirs.chain)
@@ -501,14 +500,12 @@ class SimulatedAverager:
                     )
                 )
                 return
-            rounds: list[int] = []
             for _, record in theirs.chain[shared:]:
                 if not record.sound:
                     future.set(error=RecordRefused(f"{peer} gave a record that nobody certified"))
                     return
                 self.log.append(record)
-                rounds.append(record.round)
-            future.set(Reached(appended=tuple(rounds), fork_round=None, too_far=False))
+            future.set(Reached(fork_round=None, too_far=False))
 
         seconds = 6 * lines.network.rtt_s + RECORD_BYTES / lines.bytes_per_s
         self._later(seconds, arrive)

@@ -117,7 +117,6 @@ class SimulatedArchive:
 
     def _leaves(self, kept: Keeping, claim: ClaimRecord, theirs: SimulatedLog, shared: int) -> bool:
         reach = Reached(
-            appended=(),
             fork_round=kept.log.chain[shared - 1][1].round if shared else -1,
             fork_digest=theirs.first_after(shared) or claim.digest,
             chain_tokens=theirs.head().chain_tokens,

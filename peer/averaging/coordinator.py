@@ -372,7 +372,7 @@ class Coordinator(threading.Thread):
         if not self._averager.is_alive():
             raise ChildDied("the averaging process has died")
         if self._connectivity.lost(now):
-            raise ChildDied("others cannot reach this peer, for which they wait")
+            raise ChildDied("other peers expect to reach this one, and no longer can")
         news = self._take_answers()
         self._look(now)
         if self._takes_part and (news or now >= self._followed_at):

@@ -239,7 +239,10 @@ class ExchangeDriver:
         alone = len(counted) == 1 or (job.nobody_came and not self.rivals(view))
         if alone and not self.alone.may_commit(self._clock.monotonic()):
             if late > 2 * self._deadlines.record_lifetime_s:
-                self._void(job, "no bootstrap answers, so nobody knows whether this peer is alone")
+                self._void(
+                    job,
+                    "no bootstrap answers, so this peer cannot know whether others train its stage",
+                )
             return
         # others may be as late: while they look for each other, this one can be among them
         if not alone and late > NO_GROUP_S + self._deadlines.matchmaking_s:
@@ -362,7 +365,7 @@ class ExchangeDriver:
     def _ask(self, job: _Job) -> None:
         now = self._clock.monotonic()
         if now > job.limit:
-            self._void(job, "nobody knows of a record, presumed void", certain=False)
+            self._void(job, "no peer has a record of it: it counts as void", certain=False)
         elif now - job.asked_at > self._deadlines.heartbeat_s / 2:
             job.asked_at = now
             job.future = self._averager.settle(job.round, job.attempt)

@@ -222,7 +222,7 @@ class ChainFollower:
         told = lacks >= MANY_ROUNDS or (lacks > 1 and not self._follows)
         level, shown = logging.INFO if told else logging.DEBUG, view.shown(peer)
         self._follows = True
-        logger.log(level, "catching up: %s lacking; asking %s", counted(lacks, "round"), shown)
+        logger.log(level, "catching up: %s behind; asking %s", counted(lacks, "round"), shown)
         self._begin(
             self._averager.catch_up(
                 peer, stated.digest, limit_bytes=limit_bytes, back_to=min(unsettled, default=None)

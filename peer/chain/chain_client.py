@@ -114,7 +114,6 @@ class CountedRounds:
 class Reached:
     """What a walk along another peer's chain found."""
 
-    appended: tuple[int, ...]  # rounds now in our log, in order
     fork_round: int | None  # our newest round on their chain, if that is not our head
     fork_digest: str = ""  # of their first record after it
     chain_tokens: int = 0  # of their chain, as its newest record says
@@ -273,31 +272,28 @@ class ChainClient(HeaderClient):
         headers, known = await asyncio.wait_for(walk, self._limits.headers_s)
         told = _told(headers, known, me)
         if known is None:
-            return Reached(appended=(), fork_round=None, too_far=True, told=told)
+            return Reached(fork_round=None, too_far=True, told=told)
         size = sum(each.record_bytes for each in headers)
         if headers and limit_bytes is not None and size > limit_bytes:
-            return Reached(appended=(), fork_round=None, too_far=False, costly=True, told=told)
+            return Reached(fork_round=None, too_far=False, costly=True, told=told)
         end = self._now() + self._limits.records_s
         if known != log.head().round:
             tokens = 0
             if headers:  # what the newest header says of the chain's tokens is to be proved
                 tokens = (await self._held(digest)).record.chain_tokens
             return Reached(
-                appended=(),
                 fork_round=known,
                 fork_digest=headers[-1].digest if headers else digest,
                 chain_tokens=tokens,
                 too_far=False,
                 told=told,
             )
-        appended: list[int] = []
-        for each in reversed(headers):
+        for taken, each in enumerate(reversed(headers)):
             if self._now() > end:
-                raise asyncio.TimeoutError(f"{len(appended)} records came in the time for all")
+                raise asyncio.TimeoutError(f"{taken} records came in the time for all")
             fetched = await self._held(each.digest)
-            added = await self._compute(log.append, fetched.data, fetched.certificate)
-            appended.append(added.round)
-        return Reached(appended=tuple(appended), fork_round=None, too_far=False)
+            await self._compute(log.append, fetched.data, fetched.certificate)
+        return Reached(fork_round=None, too_far=False)
 
     async def _missing(
         self, log: RoundLog, digest: str, limit_bytes: int | None, back_to: int | None

@@ -233,8 +233,8 @@ class ClaimBook:
         """
         found, passed = list[ClaimRecord](), set(self._ignored)
         while best := view.best_claim(head.chain_tokens, head.digest, passed):
-            found.append(best[1])
-            passed.add(best[1].digest)
+            found.append(best)
+            passed.add(best.digest)
         return found
 
     def best(
@@ -243,7 +243,7 @@ class ClaimBook:
         """other_chain: what else will do, whatever tokens it has."""
         found = view.best_claim(head.chain_tokens, head.digest, self._ignored)
         if found is not None:
-            return found[1]
+            return found
         return other_chain if other_chain is not None and self.believed(other_chain) else None
 
     def believed(self, claim: ClaimRecord) -> bool:

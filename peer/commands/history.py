@@ -386,7 +386,9 @@ def _wanted(stage: str, there: Sequence[int]) -> list[int]:
         return list(there)
     if not stage.isdecimal() or int(stage) not in there:
         shown = ", ".join(map(str, there)) or "none"
-        raise InvalidInput(f"--stage {stage}: of the stages there is {shown}, or take all")
+        raise InvalidInput(
+            f"--stage {stage}: the stages that are kept are {shown}; name one of them, or all"
+        )
     return [int(stage)]
 
 

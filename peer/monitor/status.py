@@ -22,7 +22,7 @@ from typing import Any
 
 from dilocox import PROJECT_URL, __version__
 from dilocox.dht.names import MAX_NAME, cut
-from dilocox.dht.records import ReplicaRecord, StageRecord, figures_of
+from dilocox.dht.records import ReplicaRecord, StageRecord, stage_figures
 from dilocox.peer.chain.round_history import ModelSample
 from dilocox.peer.chain.stated import finite
 from dilocox.peer.chain.summary import ChainRound, grouped
@@ -387,7 +387,7 @@ def _peer(peer: str, record: StageRecord) -> dict[str, Any]:
         "blocked": cut(record.blocked),
         "figures": {
             name.removesuffix("_share"): min(1.0, finite(told))
-            for name in figures_of(StageRecord)
+            for name in stage_figures()
             if (told := getattr(record, name)) is not None
         },
     }

@@ -90,7 +90,7 @@ def load_initial(
         anchor.copy_(_read(local.manifest, local.stage))
         return -1, local.manifest.root
     except DilocoxError as error:
-        logger.info("taking the weights from others, for here: %s", error)
+        logger.info("the first weights cannot be made here (%s): taking those of others", error)
     thread = LoopThread("initial weights", p2p=local.dht.replicate_p2p)
     thread.start(START_LIMIT_S)
     try:

@@ -23,7 +23,7 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from dilocox.dht.addresses import ReachKind
-from dilocox.dht.records import StageRecord, figures_of
+from dilocox.dht.records import stage_figures
 from dilocox.peer.averaging.averager import StageAverager, StageBuffers
 from dilocox.peer.averaging.coordinator import Coordinator
 from dilocox.peer.averaging.local_peer import LocalPeer
@@ -246,7 +246,7 @@ METRICS = (
             text,
             lambda p, name=name: p.status and getattr(p.status, name),
         )
-        for name, text in figures_of(StageRecord).items()
+        for name, text in stage_figures().items()
     ),
     _Spec(
         "validation_loss",

@@ -36,7 +36,7 @@ from dilocox.peer.chain.rollback import newest_aside, peer_goes_back
 from dilocox.peer.chain.store import keep_manifest
 from dilocox.peer.http_pages import check_port, served
 from dilocox.peer.memory_and_disk import (
-    MAX_WINDOW,
+    LARGEST_OWN_WINDOW,
     MemoryNeeds,
     check_memory,
     gpu_memory,
@@ -229,7 +229,7 @@ class Assembly:
     def _window_limit(self, worker: StageWorker) -> int:
         """Microbatches in flight that this peer has memory for; a last stage stores one."""
         if self._local.stage == self._manifest.stages - 1:
-            return MAX_WINDOW
+            return LARGEST_OWN_WINDOW
         limit = self._local.options.memory_limit_bytes
         device = self._model.optimizer.device
         return window_limit(worker.stored_bytes, self._memory, limit, device)

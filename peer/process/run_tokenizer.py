@@ -92,7 +92,7 @@ def reachable_tokenizer(place: Joined, bootstraps: Sequence[str], folder: Path) 
             return name
         except DilocoxError as error:
             reason = error
-    logger.info("taking the tokenizer from the bootstrap, for here: %s", reason)
+    logger.info("the tokenizer cannot be had here (%s): taking the bootstrap's", reason)
     files = _fetched(place, bootstraps, time.monotonic() + WAIT_S)
     if files is None:
         raise EnvironmentFault(f"no bootstrap gives the run's tokenizer, and here: {reason}")

@@ -29,7 +29,7 @@ from pydantic import TypeAdapter
 
 from dilocox.dht.files import disk_fault, write_atomically
 from dilocox.dht.names import shown_peer
-from dilocox.dht.records import StageRecord, figures_of
+from dilocox.dht.records import stage_figures
 from dilocox.peer.averaging.loop_status import Gave, LoopStatus
 from dilocox.peer.memory_and_disk import size
 from dilocox.peer.os_process import CLEAR_LINE, counted, strict_json
@@ -183,8 +183,7 @@ def progress_line(status: LoopStatus) -> str:
     """What a terminal shows below the log; without a speed in no replica, where nothing moves."""
     speed = f"{status.tokens_per_s:,.0f}" if status.head else "-"
     shares = (
-        f"  {name.removesuffix('_share')} {getattr(status, name):.0%}"
-        for name in figures_of(StageRecord)
+        f"  {name.removesuffix('_share')} {getattr(status, name):.0%}" for name in stage_figures()
     )
     return (
         f"round {status.round}  step {status.inner_step}/{status.inner_steps}  "

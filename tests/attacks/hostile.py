@@ -113,6 +113,15 @@ class Hostile:
         self._tell(claim_key(self.place.run, 0), claim)
         return {"digest": digest}
 
+    def echoes(self) -> dict[str, Any]:
+        """A4, A8: what the others claim, with numbers of its own; it gives nothing of it."""
+        own = {key.peer_id for key in self.keys}
+        told = self.place.swarm.read(claim_key(self.place.run, 0), ClaimRecord) or {}
+        newest = max((each for peer, each in told.items() if peer not in own), key=_round)
+        claim = replace(newest, round=2**53, tokens=2**53, chain_tokens=2**53, record_bytes=2**53)
+        self._tell(claim_key(self.place.run, 0), claim)
+        return {"digest": claim.digest}
+
     def rounds(self) -> dict[str, Any]:
         """A2: replicas and bells of rounds that nobody will ever see."""
         for key, swarm, number in zip(self.keys, self.swarms, FAR_ROUNDS, strict=False):
@@ -279,9 +288,14 @@ class Hostile:
         await service.add_p2p_handlers(await self.place.dht.replicate_p2p(), namespace=prefix)
 
 
+def _round(claim: ClaimRecord) -> int:
+    return claim.round
+
+
 ATTACKS: dict[str, Callable[[Hostile], dict[str, Any]]] = {
     "records": Hostile.records,
     "claims": Hostile.claims,
+    "echoes": Hostile.echoes,
     "rounds": Hostile.rounds,
     "heads": Hostile.heads,
     "hosts": Hostile.hosts,

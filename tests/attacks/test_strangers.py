@@ -91,6 +91,7 @@ def taken(swarm: ProcessSwarm) -> list[RoundRecord]:
     [
         "records",  # A1, A4: certified by keys of its own
         "claims",  # A8: of what nobody has; A4: of the end of the run
+        "echoes",  # A4, A8: of what the others have, with other numbers
         "rounds",  # A2: of rounds that will never be
         "heads",  # A8: of more replicas than there are, which ring far on and not here
     ],

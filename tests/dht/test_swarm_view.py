@@ -41,14 +41,14 @@ def test_the_best_claim_is_the_chain_with_the_most_tokens_behind_it() -> None:
         "new": claim(-1, "root"),
     }
     view = SwarmView(me="me", claims=claims)
-    assert view.best_claim(150, "own") == ("c", claims["c"])
-    assert view.best_claim(150, "own", ignored={"cc"}) == ("b", claims["b"])
+    assert view.best_claim(150, "own") == claims["c"]
+    assert view.best_claim(150, "own", ignored={"cc"}) == claims["b"]
     assert view.best_claim(900, "cc") is None  # ours; the others are behind
-    assert view.best_claim(900, "own") == ("c", claims["c"])  # as many, another digest: a fork
+    assert view.best_claim(900, "own") == claims["c"]  # as many, another digest: a fork
     assert view.best_claim(950, "own") is None
     equal = {"x": claim(5, "bb", 200), "y": claim(5, "aa", 200)}
     best = SwarmView(me="me", claims=equal).best_claim(0, "own")
-    assert best == ("y", equal["y"])
+    assert best == equal["y"]
     assert SwarmView(me="me").best_claim(0, "own") is None
 
 

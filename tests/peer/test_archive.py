@@ -124,7 +124,9 @@ class Kept:
                 found = await chain.state(ME, folder, after_round=-1, on_chain=on_any_chain)
                 state = found.load(anchor, momentum)
                 log.start_from(state.record, state.certificate)
-            return (await chain.catch_up(log, claim.digest)).appended
+            before = log.head().round
+            await chain.catch_up(log, claim.digest)
+            return tuple(number for number in log.rounds() if number > before)
 
         for number in asyncio.run(take()):
             record = log.read(number)

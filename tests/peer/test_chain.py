@@ -165,7 +165,7 @@ def behind(identities: list[Identity], tmp_path: Path) -> Behind:
 
 
 def nothing(**facts: Any) -> Reached:
-    return replace(Reached(appended=(), fork_round=None, too_far=False), **facts)
+    return replace(Reached(fork_round=None, too_far=False), **facts)
 
 
 def test_records_are_taken_where_they_are_fewer_bytes_than_a_state(behind: Behind) -> None:
@@ -184,7 +184,7 @@ def test_who_only_follows_says_once_that_it_catches_up(
         behind.chain.committed(0, 1.0, None)
         for rounds in (1, 5):
             behind.look(rounds=rounds, record_bytes=1)
-    said = [record.getMessage().partition(" lacking")[0] for record in caplog.records]
+    said = [record.getMessage().partition(" behind")[0] for record in caplog.records]
     assert said == [f"catching up: {count} rounds" for count in (5, 200)]
     assert len(behind.asked) == 6
 

@@ -18,7 +18,7 @@ from dilocox.dht.files import disk_fault, make_folder, write_atomically
 from dilocox.peer import memory_and_disk
 from dilocox.peer.memory_and_disk import (
     CUDA_BYTES,
-    MAX_WINDOW,
+    LARGEST_OWN_WINDOW,
     PROCESSES_BYTES,
     WORK_BYTES,
     MemoryNeeds,
@@ -220,8 +220,8 @@ def test_the_window_is_what_half_the_free_memory_holds(monkeypatch: pytest.Monke
     assert window_limit(100, NEEDS, None, CPU) == 40
     assert window_limit(4_000, NEEDS, None, CPU) == 1
     assert window_limit(9_000, NEEDS, None, CPU) == 1  # none at all would be no stage
-    assert window_limit(1, NEEDS, None, CPU) == MAX_WINDOW
-    assert window_limit(0, NEEDS, None, CPU) == MAX_WINDOW  # not measured yet
+    assert window_limit(1, NEEDS, None, CPU) == LARGEST_OWN_WINDOW
+    assert window_limit(0, NEEDS, None, CPU) == LARGEST_OWN_WINDOW  # not measured yet
 
 
 def test_the_window_keeps_to_the_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +231,7 @@ def test_the_window_keeps_to_the_memory_limit(monkeypatch: pytest.MonkeyPatch) -
     assert window_limit(1_000_000, NEEDS, NEEDS.on_cpu, CPU) == 1  # which the plan has
     assert window_limit(1_000_000, NEEDS, NEEDS.on_cpu + 3_000_000, CPU) == 4
     assert window_limit(1_000_000, NEEDS, 0.1e9, CPU) == 1
-    assert window_limit(1_000_000, NEEDS, NEEDS.on_cpu, GPU) == MAX_WINDOW  # another memory
+    assert window_limit(1_000_000, NEEDS, NEEDS.on_cpu, GPU) == LARGEST_OWN_WINDOW  # another memory
     monkeypatch.setattr(memory_and_disk, "available_bytes", lambda: 8_000_000)
     assert window_limit(1_000_000, NEEDS, NEEDS.on_cpu + 3e9, CPU) == 4  # the machine has less
 

@@ -162,9 +162,7 @@ def test_of_two_chains_the_one_with_more_tokens_wins(
     """Ours goes on with the record "aa" after round 0, and with another one after that."""
     log = Log("root", "common", *["aa"] * (length - 1))
     ours = Tip(round=length, digest="aa" if length == 1 else "99", chain_tokens=500, record_bytes=1)
-    reached = Reached(
-        appended=(), fork_round=0, fork_digest=first, chain_tokens=tokens, too_far=False
-    )
+    reached = Reached(fork_round=0, fork_digest=first, chain_tokens=tokens, too_far=False)
     assert wins(reached, cast("RoundLog", log), ours) is theirs_wins
 
 
@@ -363,9 +361,7 @@ def test_a_fork_is_the_witness_s_to_choose_and_not_further_back_than_three_of_it
     trust, log = trust_of(clock), cast("RoundLog", Credited(LOG))
     counting(trust, {WITNESS: claim("aa", 500, 4)})  # the newest of ours
     counting(trust, {WITNESS: claim(told or "aa", 10, 4)})
-    reach = Reached(
-        appended=(), fork_round=fork_round, fork_digest="b", chain_tokens=900, too_far=False
-    )
+    reach = Reached(fork_round=fork_round, fork_digest="b", chain_tokens=900, too_far=False)
     assert (trust.other_chain(log, HEAD) is not None) is bool(told), "whatever tokens it has"
     assert trust.wins("bb", reach, log, HEAD) is leaves
 
@@ -376,7 +372,7 @@ def test_a_claim_of_our_own_record_with_too_many_tokens_takes_nothing_back(
     """A bootstrap that claimed the end of the run so had all wait for a state that nobody has."""
     trust, log = trust_of(clock), cast("RoundLog", Credited(LOG))
     counting(trust, {WITNESS: claim("r3", 10**9, 3)})
-    reach = Reached(appended=(), fork_round=3, fork_digest="r3", too_far=False)
+    reach = Reached(fork_round=3, fork_digest="r3", too_far=False)
     assert not trust.wins("r3", reach, log, HEAD)
 
 
@@ -385,7 +381,7 @@ def test_of_two_chains_that_nobody_vouched_for_the_one_with_more_tokens_wins(
 ) -> None:
     trust, log = trust_of(clock), cast("RoundLog", Credited(LOG))
     counting(trust, {WITNESS: claim("r2", 300, 2)})
-    reach = Reached(appended=(), fork_round=2, fork_digest="b", chain_tokens=900, too_far=False)
+    reach = Reached(fork_round=2, fork_digest="b", chain_tokens=900, too_far=False)
     assert trust.wins("bb", reach, log, HEAD)
     assert not trust_of(clock, me=WITNESS).wins("bb", reach, log, HEAD), "it vouched for ours"
 

@@ -173,7 +173,8 @@ def test_all_stages_of_a_folder_are_listed_or_the_one_that_is_named(
     _, lines = run("log", tmp_path / "two", "--stage", 1)
     assert [line.split(":")[0] for line in lines] == ["stage 1 round 0", "stage 1"]
     code, lines = run("log", tmp_path / "two", "--stage", 2)
-    assert (code, lines) == (2, ["error: --stage 2: of the stages there is 0, 1, or take all"])
+    said = "error: --stage 2: the stages that are kept are 0, 1; name one of them, or all"
+    assert (code, lines) == (2, [said])
 
 
 def test_a_folder_without_a_log_is_an_error_that_says_what_to_name(tmp_path: Path) -> None:

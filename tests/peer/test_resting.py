@@ -196,7 +196,7 @@ def test_a_paused_peer_starts_nothing_goes_on_from_its_page_and_leaves_on_a_sign
         with urllib.request.urlopen(resumes, timeout=5) as answer:
             assert answer.status == 200
         again.wait_for("going on")
-        again.wait_for("trying until one can be")  # nobody is at the invite's address
+        again.wait_for("trying again until one answers")  # nobody is at the invite's address
         again.process.send_signal(signal.SIGTERM)
         assert again.exit_code(20.0) == 0
     finally:

@@ -133,7 +133,7 @@ def test_a_peer_that_starts_again_waits_until_a_bootstrap_is_up(start_swarm: Sta
     assert swarm.terminate(peer) == 0
     last = peer.rounds[-1]["round"]
     swarm.restart(peer)
-    said = "trying until one can be"
+    said = "trying again until one answers"
     swarm.wait(lambda: said in peer.log_text(), SEEN_LIMIT_S, "the peer says so")
     swarm.restart_bootstrap()
     swarm.wait_for_counted(peer, after_round=last, limit_s=ROUND_LIMIT_S)

@@ -3,11 +3,11 @@
     python benchmarks/muon.py [--part worlds] [--only NAME] [--seeds 2] [--quick] [--out folder]
 
 Model, text and rules are convergence.py's, and nothing is tuned anew but where a row says so. Part
-`worlds`: loss over that of synchronous Muon (DiLoCo, 16 bit) with 4 and 2 bits overlapped, and that
-of synchronous AdamW, with more workers, longer rounds, a wider model, more rounds. Part `overlap`:
-in the first world, 2 bits with one setting changed at a time. Part `replicas`: outer steps, which
-MuLoCo (without overlap) lets grow with the replicas: 0.7/0.6 at one, 0.9/0.8 at eight, 1.0/0.9 at
-sixteen.
+`worlds`: loss over that of synchronous Muon (DiLoCo, 16 bit) with 16, 4 and 2 bits overlapped, and
+that of synchronous AdamW, with more workers, longer rounds, a wider model, more rounds. Part
+`overlap`: in the first world, 2 bits with one setting changed at a time. Part `replicas`: outer
+steps, which MuLoCo (without overlap) lets grow with the replicas: 0.7/0.6 at one, 0.9/0.8 at eight,
+1.0/0.9 at sixteen.
 
 Muon's losses are chaotic: of one seed they end up to 1.5 % apart where it is computed beside other
 rows. The mean of two seeds is good to about a percent. What is done is printed at once.
@@ -29,9 +29,11 @@ from benchmarks.convergence_rules import (
     LARGER,
     MUON,
     MUON_FOUR_BIT,
+    MUON_SIXTEEN_BIT,
     MUON_TWO_BIT,
     SYNCHRONOUS,
     WORLD,
+    muon_rules,
     rules,
 )
 from benchmarks.convergence_runs import Runner, gaps, halfwidth, mean
@@ -56,8 +58,8 @@ Rows = Mapping[str, Rule]
 def worlds() -> Iterator[tuple[str, World, Rows]]:
     """Other worlds, each with the same rules."""
     for name, world in WORLDS.items():
-        found = rules(world)
-        names = (MUON, MUON_FOUR_BIT, MUON_TWO_BIT, SYNCHRONOUS)
+        found = rules(world) | muon_rules(world)
+        names = (MUON, MUON_SIXTEEN_BIT, MUON_FOUR_BIT, MUON_TWO_BIT, SYNCHRONOUS)
         yield name, world, {each: found[each] for each in names}
 
 

@@ -244,10 +244,7 @@ class Attempt:
                 else:
                     self._push(self._give_part, collector, column, payload)
         except NotEncodable as error:
-            logger.warning(
-                "the others average this round without this peer's update: %s",
-                error,
-            )
+            logger.warning("the others average this round without this peer's update: %s", error)
 
     async def _give_part(self, peer: str, column: int, payload: bytes) -> None:
         await self._transport.push_part(peer, column, payload)

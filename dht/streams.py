@@ -133,6 +133,12 @@ class OpenStreams:
         return answer
 
 
+def _looked_at(task: asyncio.Task[Any]) -> None:
+    """A fault that nobody looks at would be written to standard error."""
+    if not task.cancelled():
+        task.exception()
+
+
 streams = OpenStreams()
 """Of this process. What is forked from it has its own."""
 
@@ -149,6 +155,9 @@ def install() -> None:
         if not isinstance(reader, _Bounded):  # an answer to a call of ours
             is_leader = kind is averaging_pb2.MessageFromLeader
             reader = _Bounded(reader, LEADER_BYTES if is_leader else MESSAGE_BYTES)
+        elif (task := asyncio.current_task()) is not None:
+            # hivemind gives each message a task, and does not look at that once it has answered
+            task.add_done_callback(_looked_at)
         return await receive(kind, reader)  # pyright: ignore[reportArgumentType]
 
     async def add_call_bounded(self: Any, name: str, *arguments: Any, **named: Any) -> None:

@@ -35,6 +35,7 @@ from dilocox.dht.rpc import (
 )
 from dilocox.dht.upload_limit import UploadLimit
 from dilocox.peer.averaging.local_peer import LocalPeer
+from dilocox.peer.chain.fork_choice import Credit
 from dilocox.peer.chain.store import RoundLog
 from dilocox.peer.chain.uploads import Source, Uploads, find_in_log, open_state
 from dilocox.peer.rounds.exchange import Attempt
@@ -75,7 +76,13 @@ class PeerService(ServicerBase):
 
     @cached_property
     def uploads(self) -> Uploads:
-        return Uploads()
+        credit = Credit()
+
+        def knows(peer: str) -> bool:
+            credit.look(self.log, self.log.head())
+            return credit.has(peer)
+
+        return Uploads(knows=knows)
 
     @cached_property
     def requests(self) -> RequestLimit:

@@ -369,6 +369,10 @@ class StageArchive:
             told = self._trust.is_witness or not behind
             self.claim = self._own_claim() if told else None
 
+    def knows(self, peer: str) -> bool:
+        """Whether its values are in the chain's last records, or it is a bootstrap."""
+        return self._trust.knows(peer)
+
     async def close(self) -> None:
         building, self._building = self._building, None
         if building is not None:

@@ -69,11 +69,13 @@ class ArchiveService(ServicerBase):
         find: Callable[[dict[str, Any]], Awaitable[Source | None]],
         served: Counter[str],
         refused: Counter[str],
+        knows: Callable[[str], bool] = lambda peer: False,
     ):
+        """knows: see `Uploads`."""
         self._find = find
         self._served = served
         self._refused = refused
-        self._uploads = Uploads(UPLOADS_AT_ONCE)
+        self._uploads = Uploads(UPLOADS_AT_ONCE, knows=knows)
 
     @classmethod
     def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:
@@ -286,10 +288,16 @@ class Keeper:
                 replaying=self._replaying,
             )
 
+        def knows(peer: str) -> bool:  # the archive of now: a revision makes another one
+            return self._stages[stage].knows(peer)
+
         archive = await self._compute(made)
         if stage not in self._serving:
             service = ArchiveService(
-                lambda want: self._find(stage, want), self.served, self.refused
+                lambda want: self._find(stage, want),
+                self.served,
+                self.refused,
+                knows,
             )
             await asyncio.wait_for(
                 service.add_p2p_handlers(self._thread.p2p, namespace=namespace), START_LIMIT_S

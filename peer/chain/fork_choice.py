@@ -37,6 +37,29 @@ STAND_IN, WITNESS = 1 << 20, 1 << 30  # by which the bootstraps vouch; a peer by
 AGAIN = 0.5  # of the times somebody known is asked who gave nothing, where nobody else is known
 
 
+class Credit:
+    """Who made a chain: in how many of its last records each peer's values are, of those who voted
+    for it, and whose are in the very last one.
+    """
+
+    def __init__(self) -> None:
+        self.records: Counter[str] = Counter()
+        self.last: set[str] = set()
+        self._digest = ""
+
+    def look(self, log: RoundLog, head: Tip) -> None:
+        """Take in what the log has by now; cheap while its head is the same."""
+        if self._digest != head.digest:
+            headers = [log.header(number) for number in log.rounds()[-CREDIT_ROUNDS:]]
+            peers = [_counting(header) for header in headers if header is not None]
+            self.records = Counter(peer for each in peers for peer in each)
+            self.last = peers[-1] if peers else set()
+            self._digest = head.digest
+
+    def has(self, peer: str) -> bool:
+        return peer in self.records
+
+
 class Trust:
     """Which claims for one stage's chain count.
 
@@ -80,7 +103,7 @@ class Trust:
         self._now = now
         self._record_lifetime_s = record_lifetime_s
         self._at_work: dict[str, float] = {}  # when each whose values are in our chain last was
-        self._credit: tuple[str, Counter[str], set[str]] = "", Counter(), set()
+        self._credit = Credit()
         self._told: ClaimRecord | None = None  # by the witness
         self._found: tuple[tuple[str, str], int | None] = ("", ""), None
         self._settled = ""  # digest of our newest record that the witness has claimed
@@ -98,7 +121,8 @@ class Trust:
         found = self._find(log, head)
         if told is not None and found is not None:
             self._settled = told.digest
-        (credit, last), is_witness = self._credit_of(log, head), self.is_witness
+        self._credit.look(log, head)
+        credit, last, is_witness = self._credit.records, self._credit.last, self.is_witness
         idle = self._idle(view, credit)
         if is_witness and self._now() >= self._all_told_at:
             credit = Counter({peer: n for peer, n in credit.items() if peer in view.claims})
@@ -144,11 +168,11 @@ class Trust:
         known = list(filter(self.knows, pool))
         if not known and random.random() < AGAIN:  # it may only have been busy
             known = list(filter(self.knows, peers))
-        return random.choice(known if known and (self._credit[1] or not first) else pool)
+        return random.choice(known if known and (self._credit.records or not first) else pool)
 
     def knows(self, peer: str) -> bool:
         """Whether its values are in our last records, or it is a bootstrap."""
-        return peer in self._credit[1] or peer in self._stand_ins or peer == self._witness
+        return self._credit.has(peer) or peer in self._stand_ins or peer == self._witness
 
     def teller(self, telling: Sequence[str]) -> str:
         """Whom to ask what leads to a record, of those who claim it."""
@@ -194,15 +218,6 @@ class Trust:
             for peer in peers
         }
         return {peer for peer, at in self._at_work.items() if now - at > self._record_lifetime_s}
-
-    def _credit_of(self, log: RoundLog, head: Tip) -> tuple[Counter[str], set[str]]:
-        """In how many of the chain's last records each peer's values are; whose are in the last."""
-        if self._credit[0] != head.digest:
-            headers = [log.header(number) for number in log.rounds()[-CREDIT_ROUNDS:]]
-            peers = [_counting(header) for header in headers if header is not None]
-            credit = Counter(peer for each in peers for peer in each)
-            self._credit = head.digest, credit, peers[-1] if peers else set()
-        return self._credit[1:]
 
     def _find(self, log: RoundLog, head: Tip) -> int | None:
         """The round of our record that the witness claims."""

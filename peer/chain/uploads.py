@@ -3,7 +3,9 @@
 Each upload holds an open file and a chunk of memory, so only so many run at once, and few of one
 peer. Nobody can keep the others out. Where all places are taken, an upload that is taken too slowly
 ends for the next one. A peer that has none also gets the place of one of a peer that has most, or
-of one that has had its turn, which goes on elsewhere; of several the slowest ends.
+of one that has had its turn, which goes on elsewhere; of several the slowest ends. Keys cost
+nothing: so who made the chain's last records gets, before that, the place of somebody who did not,
+where those have more than half.
 """
 
 from __future__ import annotations
@@ -97,9 +99,18 @@ class UploadRefused(Exception):
 class Uploads:
     """Counts what runs. All calls belong to one event loop."""
 
-    def __init__(self, at_once: int = AT_ONCE, *, stall_s: float = STALL_S):
-        """stall_s: who takes no chunk for so long is not served any more."""
+    def __init__(
+        self,
+        at_once: int = AT_ONCE,
+        *,
+        knows: Callable[[str], bool] = lambda peer: False,
+        stall_s: float = STALL_S,
+    ):
+        """knows: whether a peer's values are in the chain's last records. stall_s: who takes no
+        chunk for so long is not served any more.
+        """
         self._at_once = at_once
+        self._knows = knows
         self._stall_s = stall_s
         self._running: list[Upload] = []
 
@@ -167,6 +178,9 @@ class Uploads:
         if len(self._running) < self._at_once:
             return
         ending = [upload for upload in self._running if upload.drips]
+        if not ending and not places[peer] and self._knows(peer):
+            unknown = [upload for upload in self._running if not self._knows(upload.peer)]
+            ending = unknown if 2 * len(unknown) > self._at_once else []
         most = max(places.values(), default=0)
         if not ending and not places[peer] and most > 1:
             ending = [upload for upload in self._running if places[upload.peer] == most]

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 
+from dilocox.dht.identity import Identity
 from dilocox.dht.rpc import (
     BYTE_KINDS,
     CHUNK_BYTES,
@@ -31,6 +32,7 @@ from dilocox.peer.chain.store import Store
 from dilocox.peer.chain.uploads import AT_ONCE, OF_ONE_PEER, TURN_S, UploadRefused, Uploads
 from dilocox.peer.rounds.group import Mean
 from dilocox.peer.rounds.record import digest_of
+from tests.peer.kept_chains import ChainMaker, manifest_of
 from tests.peer.local_peers import local_peer
 
 PEER = "12D3KooWEXWcUQWJ6amCxHKtPFrcNxgepcmy7YXo7tirWjgiJ9Fr"
@@ -50,6 +52,7 @@ def service(tmp_path: Path) -> PeerService:
     service.sent, service.received = Counts(BYTE_KINDS), Counts(BYTE_KINDS)
     service.refused = Counts(REFUSALS)
     service.limit = UploadLimit(None)
+    vars(service)["uploads"] = Uploads()  # nobody made this log
     return service
 
 
@@ -290,3 +293,37 @@ def test_the_asker_hears_that_it_may_ask_another(service: PeerService) -> None:
     )
     with pytest.raises(PeerBusy, match="served at once"):
         asyncio.run(transport.fetch_record(PEER, WANT["digest"]))
+
+
+def test_who_made_the_chain_gets_a_place_of_strangers_and_leaves_them_half() -> None:
+    """Eight strangers held all places of a peer for ten minutes at a time."""
+    running = Uploads(4, knows=lambda peer: peer.startswith("member"))
+    with ExitStack() as stack:
+
+        def begin(peer: str) -> io.BytesIO:
+            file = io.BytesIO(b"x")
+            stack.enter_context(running.begin(peer, file, urgent=False))
+            return file
+
+        strangers = [begin(f"x{number}") for number in range(4)]
+        with pytest.raises(UploadRefused):
+            begin("another")
+        members = [begin(f"member {number}") for number in range(2)]
+        assert sum(file.closed for file in strangers) == 2
+        with pytest.raises(UploadRefused):
+            begin("member 3")
+        assert not any(file.closed for file in members)
+
+
+def test_a_peer_knows_those_whose_values_are_in_its_chain(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    maker = ChainMaker(identities[0], tmp_path / "state", manifest_of())
+    maker.train(0, 1)
+    service = PeerService.__new__(PeerService)
+    service.log = maker.log
+    with ExitStack() as stack:
+        for peer in (*"abcdefgh", maker.peer):
+            stack.enter_context(service.uploads.begin(peer, io.BytesIO(b"x"), urgent=False))
+        with pytest.raises(UploadRefused):
+            stack.enter_context(service.uploads.begin("i", io.BytesIO(b"x"), urgent=False))

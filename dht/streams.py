@@ -1,19 +1,18 @@
-"""Bounds of hivemind's streams: how long a message may be, by when the first one has to be there,
-and how many are open at once. Apart from protocol.py, whose calls are no streams.
+"""Bounds of hivemind's streams: how long a message may be, by when it has to be there and taken,
+and how many streams are open at once. Apart from protocol.py, whose calls are no streams.
 
 hivemind 1.1.12 reads the length of a message and then as many bytes, however many: a stranger could
-fill the memory of whoever answers it, before anything asks who it is. And it waits for a request
-for ever. A stream that is out of bounds ends, as if the other side had closed it. What comes in it
-after the first message is the handler's to bound.
+fill the memory of whoever answers it, before anything asks who it is. It waits for a request for
+ever, and as long for a handler that has ended to take what came after it. A stream that is out of
+bounds ends, as if the other side had closed it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine
+from contextvars import ContextVar
 from typing import Any
 
 from hivemind.p2p import P2P
@@ -21,114 +20,178 @@ from hivemind.proto import averaging_pb2
 
 MESSAGE_BYTES = 192 << 10  # a chunk of 64 KiB, and as much as may be said of it
 LEADER_BYTES = 8 << 20  # of the message that has the tickets of a whole group
-AFTER_BYTES = 1 << 10  # of any after the one request of a call
-FIRST_MESSAGE_S = 30.0
-STREAMS_OF_ONE = 32  # of one exchange a member has a few: parts, means, a heartbeat
-STREAMS_OF_ALL = 1024
-READS = 3  # of a message: its kind, its length, itself
+MESSAGE_LIMIT_S = 30.0  # until the first one is there, and until a handler takes one
+OF_STRANGER, OF_STRANGERS = 32, 256  # streams of one, and of all
+OF_KNOWN, OF_ALL_KNOWN = 160, 768  # with rows of two, a reducer of 256 members sends one 128 means
+KIND, LENGTH, READS = 0, 1, 3  # of a message: its kind, its length, itself
 
-BinaryHandler = Callable[[Any, Any, Any], Awaitable[None]]
+BinaryHandler = Callable[[Any, Any, Any], Coroutine[Any, Any, None]]
 
 
-class _Bounded:
-    """A stream in which nobody reads more at once than a message may have.
+class _Reader:
+    """A stream of which nobody reads more at once than a message may have."""
 
-    due: so many reads have to end within `limit_s`, and what follows them has `after` bytes at
-    most, if that is not 0. refuse: counts what is out of bounds.
-    """
-
-    def __init__(
-        self,
-        reader: Any,
-        most: int,
-        *,
-        due: int = 0,
-        limit_s: float = FIRST_MESSAGE_S,
-        after: int = 0,
-        refuse: Callable[[str], object] = lambda reason: None,
-    ):
+    def __init__(self, reader: Any, most: int, refuse: Callable[[str], object]):
         self._reader = reader
         self._most = most
-        self._due = due
-        self._until = time.monotonic() + limit_s
-        self._after = after
         self._refuse = refuse
 
     async def readexactly(self, count: int) -> bytes:
         if count > self._most:
-            raise self._ended("frame", count)
-        if self._due == 0:
-            return await self._reader.readexactly(count)
-        try:
-            left_s = max(0.0, self._until - time.monotonic())
-            found: bytes = await asyncio.wait_for(self._reader.readexactly(count), left_s)
-        except asyncio.TimeoutError:
-            raise self._ended("late", count) from None
-        self._due -= 1
-        if self._due == 0 and self._after:
-            self._most = self._after
-        return found
+            raise self._out_of_bounds("frame", count)
+        return await self._reader.readexactly(count)
 
-    def _ended(self, reason: str, count: int) -> Exception:
+    def _out_of_bounds(self, reason: str, count: int) -> Exception:
         """What hivemind takes for the end of the stream."""
         self._refuse(reason)
         return asyncio.IncompleteReadError(b"", count)
 
 
+class _Request(_Reader):
+    """What somebody sends with a call that this process answers, in the task that was made for it.
+
+    one_message: whether that, and nothing but the end after it. Else what follows the first one is
+    read once its handler has said `accept`. refuse: counts what is out of bounds.
+    """
+
+    def __init__(
+        self, reader: Any, *, one_message: bool, limit_s: float, refuse: Callable[[str], object]
+    ):
+        super().__init__(reader, MESSAGE_BYTES, refuse)
+        self.accepted = asyncio.Event()
+        self.ended = False  # by this process, before its handler was done
+        self._one_message = one_message
+        self._limit_s = limit_s
+        self._until = time.monotonic() + limit_s
+        self._task = asyncio.current_task()
+        self._untaken: asyncio.TimerHandle | None = None
+        self._messages, self._at = 0, KIND
+        self._whole = False  # its end has come
+
+    async def readexactly(self, count: int) -> bytes:
+        """Of hivemind, which reads on when a handler has room for a message."""
+        self.taken()
+        if self._at == LENGTH and self._messages and not self._whole:
+            await self.accepted.wait()
+        if self._messages and (self._whole or not self._one_message):
+            found = await super().readexactly(count)
+        else:
+            left_s = max(0.0, self._until - time.monotonic())
+            try:
+                found = await asyncio.wait_for(super().readexactly(count), left_s)
+            except asyncio.TimeoutError:
+                raise self._out_of_bounds("late", count) from None
+        if self._at == KIND:
+            is_end = found == P2P.ERROR_MARKER
+            if self._whole or (self._messages and self._one_message and not is_end):
+                raise self._out_of_bounds("frame", count)
+            self._whole = is_end
+        self._at = (self._at + 1) % READS
+        if self._at == KIND:
+            self._messages += 1
+            loop = asyncio.get_running_loop()
+            self._untaken = loop.call_later(self._limit_s, self._give_up)
+        return found
+
+    def taken(self) -> None:
+        """What was read is with its handler, or nobody waits for that any more."""
+        if self._untaken is not None:
+            self._untaken.cancel()
+
+    def _give_up(self) -> None:
+        self._refuse("late")
+        self.end()
+
+    def end(self) -> None:
+        self.ended = True
+        if self._task is not None:
+            self._task.cancel()
+
+
+_answered: ContextVar[_Request] = ContextVar("answered")
+
+
+def accept() -> None:
+    """For a handler, of the call that it answers: what follows the first message may come."""
+    if request := _answered.get(None):
+        request.accepted.set()
+
+
+class _Places:
+    """For streams that are answered, at most so many of one peer and of all."""
+
+    def __init__(self, of_one: int, of_all: int):
+        self._of_one = of_one
+        self._of_all = of_all
+        self._held: dict[str, list[_Request]] = {}
+
+    def take(self, peer: str, request: _Request) -> bool:
+        """Whether there is a place. Where all are taken, the oldest stream of who has most ends for
+        one that has fewer.
+        """
+        mine = self._held.get(peer, [])
+        if len(mine) >= self._of_one:
+            return False
+        if sum(map(len, self._held.values())) >= self._of_all:
+            most = max(self._held, key=lambda name: len(self._held[name]))
+            if len(self._held[most]) <= len(mine) + 1:
+                return False
+            self._held[most][0].end()
+            self.leave(most, self._held[most][0])
+        self._held.setdefault(peer, []).append(request)
+        return True
+
+    def leave(self, peer: str, request: _Request) -> None:
+        """Twice does no harm."""
+        left = [each for each in self._held.get(peer, []) if each is not request]
+        if left:
+            self._held[peer] = left
+        else:
+            self._held.pop(peer, None)
+
+
 class OpenStreams:
     """The streams that a process answers, by who opened them.
 
-    refuse: counts what is out of bounds, by one of `REFUSALS` (rpc.py); the process sets it.
+    refuse: counts what is out of bounds, by one of `REFUSALS` (rpc.py). knows: whether a peer has
+    something to do with the run; the others, whose keys cost nothing, have places of their own. The
+    process sets both.
     """
 
     def __init__(
         self,
-        of_one: int = STREAMS_OF_ONE,
-        of_all: int = STREAMS_OF_ALL,
-        first_message_s: float = FIRST_MESSAGE_S,
+        of_stranger: int = OF_STRANGER,
+        of_strangers: int = OF_STRANGERS,
+        limit_s: float = MESSAGE_LIMIT_S,
     ):
-        self._of_one = of_one
-        self._of_all = of_all
-        self._first_message_s = first_message_s
-        self._open: Counter[str] = Counter()
+        self._strangers = _Places(of_stranger, of_strangers)
+        self._known = _Places(OF_KNOWN, OF_ALL_KNOWN)
+        self._limit_s = limit_s
         self.refuse: Callable[[str], object] = lambda reason: None
+        self.knows: Callable[[str], bool] = lambda peer: False
 
-    @contextmanager
-    def place(self, peer: str) -> Generator[bool]:
-        """A place while it lasts; False where there is none."""
-        if self._open[peer] >= self._of_one or self._open.total() >= self._of_all:
-            self.refuse("often")
-            yield False
-            return
-        self._open[peer] += 1
-        try:
-            yield True
-        finally:
-            self._open[peer] -= 1
-            if self._open[peer] == 0:
-                del self._open[peer]
-
-    def bounded(self, handler: BinaryHandler, *, one_request: bool) -> BinaryHandler:
-        """hivemind's handler of a call's streams.
-
-        one_request: whether the call has one, after which comes its end and nothing else.
-        """
-        due, after = (2 * READS, AFTER_BYTES) if one_request else (READS, 0)
+    def bounded(self, handler: BinaryHandler, *, one_message: bool) -> BinaryHandler:
+        """hivemind's handler of a call's streams; `one_message`: see `_Request`."""
 
         async def answer(stream: Any, reader: Any, writer: Any) -> None:
-            with self.place(str(stream.peer_id)) as placed:
-                if not placed:
-                    writer.close()
-                    return
-                bounded = _Bounded(
-                    reader,
-                    MESSAGE_BYTES,
-                    due=due,
-                    limit_s=self._first_message_s,
-                    after=after,
-                    refuse=self.refuse,
-                )
-                await handler(stream, bounded, writer)
+            peer = str(stream.peer_id)
+            places = self._known if self.knows(peer) else self._strangers
+            request = _Request(
+                reader, one_message=one_message, limit_s=self._limit_s, refuse=self.refuse
+            )
+            if not places.take(peer, request):
+                self.refuse("often")
+                writer.close()
+                return
+            _answered.set(request)
+            try:
+                await handler(stream, request, writer)
+            except asyncio.CancelledError:
+                if not request.ended:
+                    raise
+            finally:
+                request.taken()
+                places.leave(peer, request)
 
         return answer
 
@@ -139,7 +202,7 @@ def _looked_at(task: asyncio.Task[Any]) -> None:
         task.exception()
 
 
-streams = OpenStreams()
+open_streams = OpenStreams()
 """Of this process. What is forked from it has its own."""
 
 
@@ -149,24 +212,25 @@ def install() -> None:
         return
     receive = P2P.receive_protobuf
     add_call, add_stream = P2P.add_protobuf_handler, P2P.add_binary_stream_handler
-    one_request: dict[str, bool] = {}  # of hivemind's calls whose streams are answered
+    one_message: dict[str, bool] = {}  # of hivemind's calls whose streams are answered
 
     async def receive_bounded(kind: Any, reader: Any) -> Any:
-        if not isinstance(reader, _Bounded):  # an answer to a call of ours
+        if not isinstance(reader, _Request):  # an answer to a call of ours
             is_leader = kind is averaging_pb2.MessageFromLeader
-            reader = _Bounded(reader, LEADER_BYTES if is_leader else MESSAGE_BYTES)
+            most = LEADER_BYTES if is_leader else MESSAGE_BYTES
+            reader = _Reader(reader, most, open_streams.refuse)
         elif (task := asyncio.current_task()) is not None:
             # hivemind gives each message a task, and does not look at that once it has answered
             task.add_done_callback(_looked_at)
         return await receive(kind, reader)  # pyright: ignore[reportArgumentType]
 
     async def add_call_bounded(self: Any, name: str, *arguments: Any, **named: Any) -> None:
-        one_request[name] = not named.get("stream_input", False)
+        one_message[name] = not named.get("stream_input", False)
         await add_call(self, name, *arguments, **named)
 
     async def add_stream_bounded(self: Any, name: str, handler: Any, **named: Any) -> None:
-        if name in one_request:  # the pipeline's bounds itself
-            handler = streams.bounded(handler, one_request=one_request[name])
+        if name in one_message:  # the pipeline's bounds itself
+            handler = open_streams.bounded(handler, one_message=one_message[name])
         await add_stream(self, name, handler, **named)
 
     receive_bounded.bounds = True  # pyright: ignore[reportFunctionMemberAccess]

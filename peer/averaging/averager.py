@@ -18,6 +18,7 @@ and leaves of a message that the record holds what is still unsent.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -57,7 +58,7 @@ from dilocox.dht.reachability import PROBE_REFUSALS, Probe, find_reach
 from dilocox.dht.reconnect import Redialler, Targets
 from dilocox.dht.records import averaging_prefix
 from dilocox.dht.rpc import BYTE_KINDS, REFUSALS, Client, Counts, handler_name
-from dilocox.dht.streams import streams
+from dilocox.dht.streams import open_streams
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.averaging.matchmaking import LATER_S, aim, expect, own_time
 from dilocox.peer.averaging.service import PeerService
@@ -285,7 +286,8 @@ class StageAverager(PeerService, DecentralizedAverager):
 
     @in_process
     async def _open(self) -> None:
-        streams.refuse = self.refused.add
+        open_streams.refuse, open_streams.knows = self.refused.add, self.is_involved
+        self._keeping_credit = asyncio.create_task(self.keep_credit())
         probe = Probe(
             self._p2p,
             now=hivemind_control.get_dht_time,
@@ -392,6 +394,12 @@ class StageAverager(PeerService, DecentralizedAverager):
                 return
         async for message in super().rpc_join_group(request, context):
             yield message
+
+    async def rpc_aggregate_part(
+        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        """hivemind's reduction is not used; it would wait for a group that the caller names."""
+        yield averaging_pb2.AveragingData(code=averaging_pb2.MessageCode.BAD_GROUP_ID)
 
     def _admits(self, peer: str) -> bool:
         blamed = () if self._order is None else self._order.blamed

@@ -33,6 +33,7 @@ from dilocox.dht.rpc import (
     reply,
     unpack,
 )
+from dilocox.dht.streams import accept
 from dilocox.dht.upload_limit import UploadLimit
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.chain.fork_choice import Credit
@@ -45,8 +46,8 @@ from dilocox.peer.rounds.record import RecordRefused
 from dilocox.peer.rounds.vote_count import MAX_MEMBERS
 
 GROUP_WAIT_S = 5.0  # a part may come before its receiver has heard that the group stands
+CREDIT_EVERY_S = 10.0  # the last records are looked at
 HEARTBEAT_S = 0.5
-DISCARD_LIMIT_S = 5.0
 MAX_VOTES = 2 * MAX_MEMBERS  # in one message; a member may be seen to vote for two things
 VOTE_MARGIN_BYTES = 16  # around a vote, and around all of them, in an answer
 
@@ -76,13 +77,15 @@ class PeerService(ServicerBase):
 
     @cached_property
     def uploads(self) -> Uploads:
-        credit = Credit()
+        return Uploads(knows=self.knows)
 
-        def knows(peer: str) -> bool:
-            credit.look(self.log, self.log.head())
-            return credit.has(peer)
+    @cached_property
+    def credit(self) -> Credit:
+        return Credit()
 
-        return Uploads(knows=knows)
+    @cached_property
+    def _keepers(self) -> frozenset[str]:
+        return self.local.dht.bootstraps | {self.local.witness}
 
     @cached_property
     def requests(self) -> RequestLimit:
@@ -106,8 +109,6 @@ class PeerService(ServicerBase):
         try:
             return await asyncio.wait_for(self._take(peer, request), limit_s)
         except (ValueError, TypeError, ConnectionError, asyncio.TimeoutError) as error:
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(_discard(request), DISCARD_LIMIT_S)
             self.refused.add(refusal(error))
             return reply({"refused": f"{type(error).__name__}: {error}"[:200]})
 
@@ -126,7 +127,8 @@ class PeerService(ServicerBase):
             raise CallRefused("no such part")
         if not isinstance(size, int) or not 0 <= size <= attempt.max_bytes(part, kind):
             raise CallRefused(f"{size} bytes for part {part}")
-        attempt.check_sender(peer, part, kind)  # before anything of it is held
+        attempt.check_sender(peer, part, kind)
+        accept()  # before that nothing of it is held
         payload = bytearray()
         async for frame in request:
             chunk = chunk_of(frame)
@@ -186,11 +188,18 @@ class PeerService(ServicerBase):
     async def rpc_watch(
         self, request: runtime_pb2.ExpertRequest, context: P2PContext
     ) -> AsyncIterator[runtime_pb2.ExpertResponse]:
-        """A heartbeat every half second, for as long as an attempt can take."""
+        """To a member of an attempt: a heartbeat every half second, for as long as it can take."""
         self.check_requests(context)
+        peer, group = str(context.remote_id), unpack(request).get("group")
         deadlines = self.local.manifest.deadlines
         end = time.monotonic() + 2 * (deadlines.longest_exchange_s + deadlines.vote_s)
+        forms_until, is_member = time.monotonic() + GROUP_WAIT_S, False
         while time.monotonic() < end:
+            attempt = self.attempts.get(group) if isinstance(group, bytes) else None
+            is_member = is_member or (attempt is not None and peer in attempt.members)
+            if not is_member and time.monotonic() > forms_until:
+                self.refused.add("group")
+                return
             yield reply({})
             await asyncio.sleep(HEARTBEAT_S)
 
@@ -232,7 +241,7 @@ class PeerService(ServicerBase):
     def _made_with(self, peer: str, digest: str) -> bool:
         """Whether this is the record of an exchange that this peer was in: it may lack parts."""
         return any(
-            attempt.digest == digest and peer in attempt.ballots.ballot.members
+            attempt.digest == digest and peer in attempt.members
             for attempt in self.attempts.values()
         )
 
@@ -260,6 +269,21 @@ class PeerService(ServicerBase):
                 return None
 
     # ---- helpers ---------------------------------------------------------------------------------
+    def knows(self, peer: str) -> bool:
+        """Whether its values are in the chain's last records, or it is a bootstrap."""
+        return self.credit.has(peer) or peer in self._keepers
+
+    def is_involved(self, peer: str) -> bool:
+        """Whether it is known, or a member of one of the last attempts."""
+        return self.knows(peer) or any(peer in each.members for each in self.attempts.values())
+
+    async def keep_credit(self) -> None:
+        """Look at the last records now and then, beside the event loop: that reads the disk."""
+        while True:
+            with suppress(RecordRefused, OSError):
+                await asyncio.to_thread(lambda: self.credit.look(self.log, self.log.head()))
+            await asyncio.sleep(CREDIT_EVERY_S)
+
     @contextmanager
     def counting_refusals(self) -> Generator[None]:
         try:
@@ -311,9 +335,3 @@ def refusal(error: Exception) -> str:
             return kind
         case _:
             return "frame"
-
-
-async def _discard(request: AsyncIterator[runtime_pb2.ExpertRequest]) -> None:
-    """Read what a refused sender still sends: leaving at once would leak hivemind's input task."""
-    async for _ in request:
-        pass

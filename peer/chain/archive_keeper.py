@@ -38,7 +38,7 @@ from dilocox.dht.node import RunDHT, daemon_address
 from dilocox.dht.reachability import PROBE_REFUSALS, Probe
 from dilocox.dht.records import ClaimRecord, averaging_prefix, claim_key
 from dilocox.dht.rpc import Client, Counts, LoopThread, byte_kind, handler_name
-from dilocox.dht.streams import streams
+from dilocox.dht.streams import open_streams
 from dilocox.dht.swarm import Swarm
 from dilocox.peer.chain.archive import StageArchive
 from dilocox.peer.chain.history_keeper import HistoryKeeper
@@ -174,7 +174,8 @@ class Keeper:
     # ---- in the archive's thread -----------------------------------------------------------------
     async def _begin(self) -> None:
         p2p = self._thread.p2p
-        streams.refuse = lambda reason: self.refused.update([reason])
+        open_streams.refuse = lambda reason: self.refused.update([reason])
+        open_streams.knows = lambda peer: any(each.knows(peer) for each in self._stages.values())
         probe = Probe(
             p2p,
             now=timed_storage.get_dht_time,

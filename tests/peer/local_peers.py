@@ -28,7 +28,9 @@ def local_peer(me: str = "me", *, client_mode: bool = False, **facts: Any) -> Lo
         "run": RUN,
         "manifest": MANIFEST,
         "clock": TestClock(),
-        "dht": SimpleNamespace(client_mode=client_mode, running=True, local_network=False),
+        "dht": SimpleNamespace(
+            client_mode=client_mode, running=True, local_network=False, bootstraps=frozenset()
+        ),
         "swarm": SimpleNamespace(admission=None, admits=lambda _: True),
         "reach": Reachability(kind="public", by_others=True),
         "stage": 0,

@@ -213,6 +213,7 @@ class FakeAttempt:
     """An attempt of two parts of ten bytes."""
 
     digest: str | None = None
+    members = (PEER,)
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -303,6 +304,37 @@ def test_what_the_service_refuses_is_counted_by_reason(service: PeerService) -> 
         "vote": 1,
         "question": 4,
     }
+
+
+def test_a_heartbeat_is_for_members_of_the_group(
+    service: PeerService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stranger's would take a place among the streams for minutes. One that comes before its
+    group is waited for.
+    """
+    monkeypatch.setattr("dilocox.peer.averaging.service.HEARTBEAT_S", 0.01)
+
+    async def beats(group: object, peer: str) -> int:
+        context: Any = SimpleNamespace(remote_id=peer)
+        counted = 0
+        async for _ in service.rpc_watch(pack({"group": group}), context):
+            counted += 1
+            if counted == 20:
+                break
+        return counted
+
+    assert asyncio.run(beats(b"g", PEER)) == 20
+    for group, peer in ((b"g", "another"), (b"not yet", PEER), (None, PEER)):
+        assert 0 < asyncio.run(beats(group, peer)) < 20
+    assert counted(service.refused) == {"group": 3}
+
+
+def test_who_has_to_do_with_the_run_is_known(service: PeerService) -> None:
+    service.local = replace(service.local, dht=cast(Any, SimpleNamespace(bootstraps={"boot"})))
+    assert service.is_involved(PEER) and not service.knows(PEER), "a member, of no record yet"
+    service.credit.records["maker"] += 1
+    assert service.knows("maker") and service.knows("boot")
+    assert not service.is_involved("another")
 
 
 def test_who_calls_too_often_is_refused_and_holds_up_nobody_else(service: PeerService) -> None:

@@ -10,7 +10,9 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
+from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.p2p import P2PHandlerError, PeerID
 from hivemind.proto import dht_pb2, p2pd_pb2
 
@@ -138,6 +140,43 @@ def test_nothing_is_cached_for_anybody(asked: Node, stranger_node: Node, operato
     with pytest.raises(P2PHandlerError, match="nothing is cached"):
         told = request.SerializeToString()
         run_in(stranger_node, tell, peer=operator.peer_id, kind="Store", request=told)
+
+
+def test_what_is_under_one_key_is_not_stored_as_one_value(
+    asked: Node, stranger_node: Node, operator: Identity
+):
+    """One of 4 MB had twenty thousand values, each with a signature to check, for one request."""
+    tag = RunProtocol.IS_DICTIONARY
+    request = dht_pb2.StoreRequest(
+        keys=[bytes(20)], subkeys=[tag], values=[b"x"], expiration_time=[2e9], in_cache=[False]
+    )
+    with pytest.raises(P2PHandlerError, match="value by value"):
+        told = request.SerializeToString()
+        run_in(stranger_node, tell, peer=operator.peer_id, kind="Store", request=told)
+
+
+def test_a_node_hands_over_what_it_has_in_calls_that_others_take(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """hivemind hands over all in one call, and what is under one key as one value."""
+    calls: list[tuple[Any, ...]] = []
+
+    async def stored(_: object, peer: object, keys: Any, *columns: Any, in_cache: bool) -> Any:
+        calls.append((keys, *columns))
+        return [True] * len(keys)
+
+    monkeypatch.setattr(DHTProtocol, "call_store", stored)
+    many = DictionaryDHTValue()
+    for number in range(300):
+        many.store(number, b"value of %d" % number, 2e9)
+    protocol: Any = object.__new__(RunProtocol)
+    keys, values, expiries = (DHTID(1), DHTID(2)), (many, b"plain"), (2e9, 3e9)
+    handed = protocol.call_store(PeerID(b"peer"), keys, values, expiries, in_cache=False)
+    assert asyncio.run(handed) == [True] * 301
+    assert [len(call[0]) for call in calls] == [MAX_VALUES, 301 - MAX_VALUES]
+    rows = [row for call in calls for row in zip(*call, strict=True)]
+    assert rows[7] == (DHTID(1), b"value of 7", 2e9, 7)
+    assert rows[-1] == (DHTID(2), b"plain", 3e9, None)
 
 
 def test_more_values_than_anybody_has_are_not_looked_at(

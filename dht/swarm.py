@@ -267,6 +267,10 @@ class Swarm:
     def _merge(self, key: str, record_type: type[R], entries: Iterable[Entry]) -> dict[str, R]:
         """Take in an answer; what is known under the key now, without what has expired."""
         seen = cast("dict[str, _Seen[R]]", self._seen.setdefault(key, {}))
+        now = self._clock.time()
+        for owner, each in list(seen.items()):
+            if each.expires_at <= now or not self.admits(owner):
+                del seen[owner]
         for entry in entries:
             self.received_bytes += len(entry.value)
             try:
@@ -288,12 +292,8 @@ class Swarm:
                     )
                 else:
                     self.refused["older"] += 1
-        now = self._clock.time()
-        for owner, each in list(seen.items()):
-            if each.expires_at <= now or not self.admits(owner):
-                del seen[owner]
         self._forget_old_keys(now)
-        return {owner: each.record for owner, each in seen.items()}
+        return {owner: each.record for owner, each in seen.items() if each.expires_at > now}
 
     def _opened(self, key: str, entry: Entry) -> Envelope:
         envelope = unseal(sealed_bytes(entry.value))

@@ -33,7 +33,7 @@ MAX_NOTED = 1000  # digests or peers
 CREDIT_ROUNDS = 10  # whose contributors stand behind what comes next
 SETTLED_RECORDS = 3  # that the witness vouched for: a fork further back is nobody's to choose
 LEAST_CREDIT = 3  # of those who go on where all others are stuck
-STAND_IN, WITNESS = 1 << 20, 1 << 30  # by which the bootstraps vouch; a peer by its credit
+STAND_IN_WEIGHT, WITNESS_WEIGHT = 1 << 20, 1 << 30  # of a bootstrap's word; a peer's is its credit
 AGAIN = 0.5  # of the times somebody known is asked who gave nothing, where nobody else is known
 
 
@@ -140,14 +140,15 @@ class Trust:
         believed = {digest for digest, count in behind.items() if count and 2 * count >= least}
         believed |= {digest for digest, count in of_last.items() if 2 * count > len(last)}
         believed.add(head.digest)  # ours: those who have it, too, may give its state
+        vouching = {peer: credit[peer] + (peer in last) for peer in view.claims}
         if told is not None and not is_witness:
             believed.add(told.digest)
         elif not credit:
             standing_in = self._stand_ins & view.claims.keys()
             believed |= {view.claims[peer].digest for peer in standing_in}
-        vouching = {peer: credit[peer] + (peer in last) for peer in view.claims}
-        vouching |= dict.fromkeys(self._stand_ins & view.claims.keys(), STAND_IN)
-        vouching |= dict.fromkeys({self._witness} & view.claims.keys(), WITNESS)
+            vouching |= dict.fromkeys(standing_in, STAND_IN_WEIGHT)
+        if told is not None:
+            vouching[self._witness] = WITNESS_WEIGHT
         stated = _stated(view, head, vouching)
         counting = {
             peer: _as_stated(each, stated[each.digest])
@@ -164,11 +165,13 @@ class Trust:
         has no chain yet, anybody will do, or all who join would ask the bootstraps; else it asks
         those whose values are in its last records, and the bootstraps.
         """
-        pool = [peer for peer in peers if peer in helpful] or list(peers)
+        pool = [peer for peer in peers if peer in helpful]
         known = list(filter(self.knows, pool))
         if not known and random.random() < AGAIN:  # it may only have been busy
             known = list(filter(self.knows, peers))
-        return random.choice(known if known and (self._credit.records or not first) else pool)
+        if known and (self._credit.records or not first):
+            return random.choice(known)
+        return random.choice(pool or list(peers))
 
     def knows(self, peer: str) -> bool:
         """Whether its values are in our last records, or it is a bootstrap."""

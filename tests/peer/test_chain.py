@@ -345,6 +345,18 @@ def test_a_slow_donor_is_left_for_others_until_none_is_faster(behind: Behind) ->
     assert (behind.donors[-1], behind.hurried[-1]) == ("fourth", True)
 
 
+def test_a_bootstrap_that_is_busy_does_not_keep_a_joiner_from_the_others(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    """It was asked every time, once anybody had given nothing: strangers may hold its places."""
+    behind = Behind(ChainMaker(identities[0], tmp_path, manifest_of()), [], witness="QmBoot")
+    behind.answers = [nothing(too_far=True), NoState("none")] + [PeerBusy("later")] * 40
+    for _ in range(42):
+        behind.look(holders=("QmOne", "QmTwo", "QmBoot"))
+    counts = {donor: behind.donors.count(donor) for donor in behind.donors}
+    assert counts["QmBoot"] > 5 and counts["QmOne"] + counts["QmTwo"] > 5
+
+
 def test_who_has_one_donor_is_in_no_hurry(behind: Behind) -> None:
     behind.answers = [nothing(too_far=True), ConnectionError("it stalled")]
     for _ in range(2):

@@ -400,6 +400,20 @@ def test_who_claims_a_believed_record_with_other_numbers_holds_it_and_states_not
     assert {each.chain_tokens for each in counted.values()} == {610}, "as most of them say"
 
 
+def test_a_copy_of_the_bootstrap_states_nothing_of_what_members_vouch_for(clock: TestClock) -> None:
+    trust = Trust(
+        me="me",
+        witness=WITNESS,
+        stand_ins=frozenset({"copy", WITNESS}),
+        record_lifetime_s=LIFETIME_S,
+        now=clock.monotonic,
+    )
+    told = {"copy": claim("cc", 2**53, 2**53)}
+    told |= {name: claim("cc", 610, 6) for name in "abc"}
+    counted = trust.counting(view(**told), cast("RoundLog", Credited(LOG)), HEAD).claims
+    assert {each.chain_tokens for each in counted.values()} == {610}
+
+
 # ---- whom to ask ---------------------------------------------------------------------------------
 STRANGERS = [f"x{n}" for n in range(50)]
 

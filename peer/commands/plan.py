@@ -141,6 +141,7 @@ def as_json(
         "month_gb": found.month_gb,
         "hidden_inner_steps": found.hidden_steps,
         "hidden_rank": found.hidden_rank,
+        "hidden_bits": found.hidden_bits,
         "bottleneck": found.limit,
         "ways": [asdict(each) for each in found.ways],
         "changes": {name: asdict(each.ours) for name, each in changes.items()},
@@ -179,8 +180,7 @@ def _show(found: RunPlan, changes: dict[str, RunPlan], measured: dict[str, float
         (
             "hidden",
             f"an exchange takes half a round from H = {found.hidden_steps:,} on; at H = "
-            f"{run.rounds.inner_steps:,} with "
-            + (f"low rank up to {found.hidden_rank}" if found.hidden_rank else "no rank"),
+            f"{run.rounds.inner_steps:,} with {_hidden_codecs(found)}",
         ),
     ]
     for name, each in changes.items():
@@ -194,6 +194,13 @@ def _show(found: RunPlan, changes: dict[str, RunPlan], measured: dict[str, float
         table.add_row(*line)
     console.print(table)
     _show_ways(console, found.ways)
+
+
+def _hidden_codecs(found: RunPlan) -> str:
+    """Whether the links carry a dense codec, which Muon takes; docs/operator.md has the rule."""
+    rank = f"low rank up to {found.hidden_rank}" if found.hidden_rank else "no rank"
+    dense = f"{found.hidden_bits} dense bits: for inner.optimizer muon"
+    return f"{rank}, and {dense}" if found.hidden_bits else f"{rank}, and no dense codec"
 
 
 def _show_stages(console: Console, found: RunPlan) -> None:

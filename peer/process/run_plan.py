@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import Phase
@@ -44,6 +45,7 @@ CODE_S, GATE_S, MOVE_S, CALL_S = 8e-9, 13e-9, 4e-9, 3e-3
 HEARTBEAT_BYTES = 35_000.0  # what a peer sends in a heartbeat's time while nothing happens
 MONTH_S, DAY_S = 30 * 86400.0, 86400.0
 MAX_RANK = 64
+DENSE_BITS: tuple[Literal[4, 2], ...] = (4, 2)  # a value, of dense codecs that one chooses from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -409,15 +411,22 @@ class RunPlan:
     def hidden_rank(self) -> int:
         """The largest of a low rank codec at which an exchange ends within half of H steps; 0 where
         none does."""
-        room_s = self.manifest.rounds.inner_steps * self.step.total_s / 2
         spec = CodecSpec(scheme="low_rank", bits=4, min_rank=1, max_rank=MAX_RANK)
-        manifest = replace(self.manifest, codec=spec)
-
-        def too_long(rank: int) -> bool:
-            return any(self._exchange(s, manifest, rank).seconds > room_s for s in self._kinds)
-
         # seconds grow with the rank
-        return bisect_left(range(1, MAX_RANK + 1), True, key=too_long)
+        return bisect_left(
+            range(1, MAX_RANK + 1), True, key=lambda rank: not self._hides(spec, rank)
+        )
+
+    @cached_property
+    def hidden_bits(self) -> int:
+        """The most of a dense codec at which one does; 0 where none does."""
+        found = (b for b in DENSE_BITS if self._hides(CodecSpec(scheme="dense", bits=b)))
+        return next(found, 0)
+
+    def _hides(self, codec: CodecSpec, rank: int | None = None) -> bool:
+        room_s = self.manifest.rounds.inner_steps * self.step.total_s / 2
+        manifest = replace(self.manifest, codec=codec)
+        return all(self._exchange(s, manifest, rank).seconds <= room_s for s in self._kinds)
 
     @property
     def limit(self) -> str:

@@ -13,8 +13,10 @@ from typing import Any
 from rich.table import Table
 
 from dilocox.dht.manifest import Manifest
+from dilocox.dht.manifest_sections import CodecSpec
 from dilocox.peer.os_process import wide_console
 from dilocox.peer.process.prepare import StageNeeds
+from dilocox.peer.process.run_plan import DENSE_BITS
 
 MEMBERS = 4
 GB, MB = 1e9, 1e6
@@ -55,6 +57,17 @@ def _with_codec(needs: StageNeeds, codec: Any) -> StageNeeds:
     return StageNeeds(replace(needs.manifest, pipeline=pipeline), needs.stage)
 
 
+def dense_exchanges(manifest: Manifest) -> str:
+    """What an exchange would take with the codecs that Muon learns under, in words."""
+    last = manifest.stages - 1
+    told = list[str]()
+    for bits in DENSE_BITS:
+        dense = replace(manifest, codec=CodecSpec(scheme="dense", bits=bits))
+        needed = max(StageNeeds(dense, stage).exchange_bytes(MEMBERS) for stage in {0, last})
+        told.append(f"{needed / MB:.1f} MB of {bits} bits")
+    return f"an exchange with a dense codec: {' or '.join(told)}"
+
+
 def print_sizes(manifest: Manifest) -> None:
     """Print the table on the terminal; whole where there is none."""
     title = f"{manifest.name}: what a peer takes; an exchange is once a round"
@@ -63,4 +76,6 @@ def print_sizes(manifest: Manifest) -> None:
         table.add_column("\n".join(wrap(name, HEAD_WIDTH)), justify="right")
     for stage in shown_stages(manifest):
         table.add_row(*row(manifest, stage))
-    wide_console().print(table)
+    console = wide_console()
+    console.print(table)
+    console.print(dense_exchanges(manifest))

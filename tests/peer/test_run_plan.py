@@ -15,6 +15,7 @@ import yaml
 from benchmarks.grid import sent_by
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import Manifest
+from dilocox.dht.manifest_sections import CodecSpec
 from dilocox.peer.process import prepare
 from dilocox.peer.process.prepare import StageNeeds
 from dilocox.peer.process.run_plan import (
@@ -220,6 +221,18 @@ def test_h_and_rank_that_hide_an_exchange_do_so() -> None:
     assert planned(manifest, up_bytes_s=1e9, down_bytes_s=1e9, rtt_s=0.0).hidden_rank == 64
 
 
+def test_bits_of_a_dense_codec_that_hide_an_exchange_do_so() -> None:
+    manifest = run(codec={"scheme": "low_rank", "rank": 16}, rounds={"inner_steps": 20})
+    seconds = {}
+    for bits in (4, 2):
+        dense = replace(manifest, codec=CodecSpec(scheme="dense", bits=bits))
+        seconds[bits] = planned(dense).exchange.seconds
+    assert 0 < seconds[2] < seconds[4]
+    for room_s, bits in ((seconds[4], 4), (0.99 * seconds[4], 2), (0.99 * seconds[2], 0)):
+        tokens_s = manifest.batch.tokens_per_step * 20 / (2 * room_s)
+        assert planned(manifest, stage_tokens_s=(tokens_s,)).hidden_bits == bits
+
+
 # ---- mistakes ------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("given", "said"),
@@ -257,6 +270,8 @@ def test_the_command_says_what_an_operator_asks(
         "the fewest stages that fit: 1",
         "bottleneck",
         "hidden",
+        "low rank up to",
+        "dense",
         "one more peer",
         "twice the uplink",
         "GB a month",
@@ -275,7 +290,7 @@ def test_its_json_has_stable_names_and_a_run_that_does_not_fit_an_exit_code(
     assert set(told) == {
         *("run", "machines", "replicas", "spares", "fits", "fewest_stages", "stages", "step"),
         *("exchange", "inner_steps_a_round", "days", "month_gb", "hidden_inner_steps"),
-        *("hidden_rank", "bottleneck", "ways", "changes", "measured"),
+        *("hidden_rank", "hidden_bits", "bottleneck", "ways", "changes", "measured"),
     }
     assert [way["name"] for way in told["ways"]] == [
         "this run",

@@ -7,7 +7,8 @@ Model, text and rules are convergence.py's, and nothing is tuned anew but where 
 that of synchronous AdamW, with more workers, longer rounds, a wider model, more rounds. Part
 `overlap`: in the first world, 2 bits with one setting changed at a time. Part `replicas`: outer
 steps, which MuLoCo (without overlap) lets grow with the replicas: 0.7/0.6 at one, 0.9/0.8 at eight,
-1.0/0.9 at sixteen.
+1.0/0.9 at sixteen. Part `ways`: averages that the product does not have (trial_averages.py), with
+fewer bits, a length of its own, or another momentum.
 
 Muon's losses are chaotic: of one seed they end up to 1.5 % apart where it is computed beside other
 rows. The mean of two seeds is good to about a percent. What is done is printed at once.
@@ -19,6 +20,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import torch
 
@@ -38,7 +40,8 @@ from benchmarks.convergence_rules import (
 )
 from benchmarks.convergence_runs import Runner, gaps, halfwidth, mean
 from benchmarks.report import Column, Report, parser
-from benchmarks.simulated_swarm import Outcome, Rule, World
+from benchmarks.simulated_swarm import Outcome, Rule, World, bits_a_value
+from benchmarks.trial_averages import Way
 
 FIRST_SEED = 30  # none of convergence.py's
 HALF = replace(WORLD, rounds=30)
@@ -85,7 +88,18 @@ def replicas() -> Iterator[tuple[str, World, Rows]]:
         yield name, WORLDS[name], {MUON: found[MUON], MUON_TWO_BIT: rule} | outer
 
 
-PARTS = {"worlds": worlds, "overlap": overlap, "replicas": replicas}
+def ways() -> Iterator[tuple[str, World, Rows]]:
+    """Ways to average that the product does not have, in the first world."""
+    found = rules(WORLD)
+    rule = found[MUON_TWO_BIT]
+    tried = {way: replace(rule, way=way) for way in get_args(Way)}
+    for way in ("signs", "three levels", "halves"):
+        for decay in (0.9, 1.0):
+            tried[f"{way}, decay {decay:g}"] = replace(tried[way], decay=decay)
+    yield "ways", WORLD, {MUON: found[MUON], MUON_TWO_BIT: rule} | tried
+
+
+PARTS = {"worlds": worlds, "overlap": overlap, "replicas": replicas, "ways": ways}
 COLUMNS = (
     Column("world"),
     Column("rule"),
@@ -93,17 +107,21 @@ COLUMNS = (
     Column("±", ".3f"),
     Column("over", "+.1%"),
     Column("±", ".1%"),
+    Column("bits", ".2f"),
 )
 
 
-def cells(world: str, found: Mapping[str, Sequence[Outcome]]) -> list[tuple[object, ...]]:
-    """The rows of a world; `over` is over synchronous Muon."""
+def cells(
+    world: str, here: World, found: Mapping[str, Sequence[Outcome]]
+) -> list[tuple[object, ...]]:
+    """The rows of a world; `over` is over synchronous Muon, `bits` as in pareto.py."""
     rows = list[tuple[object, ...]]()
     for name, outcomes in found.items():
         losses = [outcome.loss for outcome in outcomes]
         over = gaps(outcomes, found[MUON])
         spread = (mean(losses), halfwidth(losses), mean(over), halfwidth(over))
-        rows.append((world, name, *spread))
+        sent = mean([outcome.bytes_sent for outcome in outcomes])
+        rows.append((world, name, *spread, bits_a_value(here, sent)))
     return rows
 
 
@@ -123,7 +141,7 @@ def main() -> None:
             if arguments.only and arguments.only not in name:
                 continue
             here = replace(world, **QUICK) if arguments.quick else world
-            done = cells(name, runner.compare(here, compared, seeds))
+            done = cells(name, here, runner.compare(here, compared, seeds))
             rows += done
             for row in done:
                 shown = (column.shown(cell) for column, cell in zip(COLUMNS, row, strict=True))

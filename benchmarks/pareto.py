@@ -13,7 +13,6 @@ others. A row is on the front if no other row has both a lower loss and fewer by
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -40,8 +39,7 @@ from benchmarks.convergence_rules import (
 )
 from benchmarks.convergence_runs import Runner, gaps, halfwidth, mean
 from benchmarks.report import Column, Report, parser
-from benchmarks.simulated_swarm import Outcome, Rule, World
-from dilocox.pipeline.stage import parameter_shapes
+from benchmarks.simulated_swarm import Outcome, Rule, World, bits_a_value
 
 ADAMW = (ALL_REDUCE, SYNCHRONOUS, PUBLISHED, SIXTEEN_BIT, FOUR_BIT, TWO_BIT, ADAPTIVE)
 FIRST_SEED = 30  # none of convergence.py's
@@ -97,7 +95,6 @@ def main() -> None:
         found = runner.compare(world, compared(world), range(FIRST_SEED, FIRST_SEED + seeds))
     points = {name: point(outcomes) for name, outcomes in found.items()}
     best = front(points)
-    values = sum(math.prod(shape) for _, shape in parameter_shapes(world.model, 1, 0))
     rows = list[tuple[object, ...]]()
     for name, outcomes in found.items():
         muon = outcomes[0].trial.rule.inner.optimizer == "muon"
@@ -107,7 +104,7 @@ def main() -> None:
         sent = points[name][0]
         spread = (mean(losses), halfwidth(losses), mean(over), halfwidth(over))
         row = (name, codec(outcomes[0].trial.rule, rank), *spread, sent / 1e6)
-        rows.append((*row, sent * 8 / values / world.rounds, "*" if name in best else ""))
+        rows.append((*row, bits_a_value(world, sent), "*" if name in best else ""))
     report.table(
         COLUMNS,
         rows,

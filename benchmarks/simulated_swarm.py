@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks.fleet import Fleet
 from benchmarks.simulated_exchange import Attack, AttackedSwarm, Averaging, Hearing
+from benchmarks.trial_averages import TriedSwarm, Way
 from benchmarks.uneven_swarm import PacedFleet, UnevenSwarm
 from dilocox.compression.stage_codec import Compression
 from dilocox.dht.manifest import CodecSpec, DataSpec, InnerSpec, OuterSpec, RoundSpec
@@ -83,7 +84,8 @@ class Rule:
     energy: ranks follow it, as in the manifest's codec section; None: they stay.
     robust: how far reducers believe workers, as in the manifest; or `centered`, of
         benchmarks/robust.py. attack: what liars send; nobody lies
-        where it is None. half: values travel in fp16 in the place of the codec's 32 bits.
+        where it is None. half: values travel in fp16 in the place of the codec's 32 bits. way: of
+        benchmarks/trial_averages.py, in the place of the codec.
     """
 
     merge: Literal["gradients", "none", "reset", "rebase"]
@@ -96,6 +98,7 @@ class Rule:
     robust: Averaging = "none"
     attack: Attack | None = None
     half: bool = False
+    way: Way | None = None
     inner: InnerSpec
 
 
@@ -138,8 +141,16 @@ class Outcome:
 
 def fp16_bytes(world: World) -> float:
     """What each worker sends if every round all-reduces all values in fp16."""
-    values = sum(math.prod(shape) for _, shape in parameter_shapes(world.model, 1, 0))
-    return world.rounds * _moved(world.workers) * FP16_BYTES * values
+    return world.rounds * _moved(world.workers) * FP16_BYTES * _values(world)
+
+
+def bits_a_value(world: World, bytes_sent: float) -> float:
+    """That a worker sent of each value in a round: to those that average it, and from them."""
+    return 8 * bytes_sent / _values(world) / world.rounds
+
+
+def _values(world: World) -> int:
+    return sum(math.prod(shape) for _, shape in parameter_shapes(world.model, 1, 0))
 
 
 def _moved(workers: int) -> float:
@@ -247,6 +258,8 @@ def _swarm(world: World, trial: Trial, stage: nn.Module, weights: list[Tensor]) 
         "robust": rule.robust,
         "attack": rule.attack,
     }
+    if rule.way is not None:
+        return TriedSwarm([stage], **common, way=rule.way)
     if not (world.paces or world.absent or rule.half):
         return AttackedSwarm([stage], **common)
     if world.absent and rule.attack is not None:

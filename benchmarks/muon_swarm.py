@@ -1,0 +1,166 @@
+"""Muon in a real swarm: its dense codecs beside synchronous Muon, and beside AdamW.
+
+    python benchmarks/muon_swarm.py [--tokens 600000] [--large] [--only NAME ...] [--quick]
+                                    [--out DIR]
+
+Two replicas of two stages, four real peers (`dilocox peer`) of one thread on loopback, train a
+Llama of 3.4 million parameters over bytes (--large: showcase.py's 10.9 million) on the source of
+Python's standard library. A row is a run.yaml: synchronous Muon with 16 bits, Muon overlapped with
+4 and 2 bits, synchronous AdamW, and AdamW as a run.yaml that names no codec has it. H is 60 for
+all, learning rates are the manifest's. Rows run one after another until the chain of stage 0 has so
+many tokens.
+
+The loss is that of anchors on held-out windows, as the heads tell it: at the tokens that all rows
+reached, between the two records around them. A swarm is no simulation: when a record arrives
+depends on what else the machine does, so a difference under a percent says nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+# the swarms of the tests; a script has only its own folder on the path
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import showcase
+from benchmarks.report import Column, Report, parser
+from tests.swarm.exchange_costs import WIDE_MODEL
+from tests.swarm.harness import ProcessSwarm, memory_folder
+from tests.swarm.small_run import MODEL, USUAL_DEADLINES, fixed_steps, run_manifest
+
+STAGES, REPLICAS = 2, 2
+INNER_STEPS, QUICK_STEPS = 60, 10
+BATCH = {"sequence_length": 128, "microbatch_size": 1, "microbatches": 4}
+ROUND_TOKENS = REPLICAS * INNER_STEPS * BATCH["sequence_length"] * BATCH["microbatches"]
+INNER = {"learning_rate": 1e-3, "schedule": "constant", "warmup_tokens": ROUND_TOKENS}
+START_LIMIT_S = 240.0
+LEAST_TOKENS_PER_S = 300.0  # a run that is slower hangs
+MUON = {"inner": {"optimizer": "muon"}}
+SYNCHRONOUS = {"outer": {"merge": "none"}, "codec": {"scheme": "dense", "bits": 16}}
+REFERENCE = "Muon, synchronous"
+ROWS: dict[str, dict[str, Any]] = {
+    REFERENCE: MUON | SYNCHRONOUS,
+    "Muon, 4 bit": MUON | {"codec": {"scheme": "dense", "bits": 4}},
+    "Muon, 2 bit": MUON | {"codec": {"scheme": "dense", "bits": 2}},
+    "AdamW, synchronous": SYNCHRONOUS,
+    "AdamW, defaults": {},
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A row's losses by tokens of the chain, [(tokens, nats a token)]; what a peer of stage 0 sent
+    for a round's average, in bytes; tokens a second of all; voids of all peers.
+    """
+
+    losses: list[tuple[float, float]]
+    sent_bytes: float
+    tokens_per_s: float
+    voids: int
+
+
+def description(row: dict[str, Any], model: dict[str, Any], steps: int) -> dict[str, Any]:
+    """The run.yaml of a row."""
+    return run_manifest(
+        model=model,
+        stages=STAGES,
+        data={"held_out_windows": 32},
+        batch=BATCH,
+        inner=INNER | row.get("inner", {}),
+        rounds=fixed_steps(steps),
+        deadlines=USUAL_DEADLINES,
+        **{name: section for name, section in row.items() if name != "inner"},
+    )
+
+
+def run(manifest: dict[str, Any], tokens: float) -> Run:
+    """Train until the chain of stage 0 has so many."""
+    with memory_folder() as folder, ProcessSwarm(folder, manifest) as swarm:
+        for number in range(STAGES * REPLICAS):
+            swarm.add_peer(stage=number % STAGES)
+        swarm.wait_until_all_train(START_LIMIT_S)
+        heads = swarm.of_stage(0)
+
+        def losses() -> list[tuple[float, float]]:
+            trained = {e["round"]: e["chain_tokens"] for head in heads for e in head.rounds}
+            told = {e["round"]: e["loss"] for head in heads for e in head.of_kind("validated")}
+            return sorted((trained[n], loss) for n, loss in told.items() if n in trained)
+
+        swarm.wait(
+            lambda: any(reached >= tokens for reached, _ in losses()),
+            tokens / LEAST_TOKENS_PER_S,
+            f"{tokens:,.0f} tokens",
+        )
+        swarm.assert_equal_chains()
+        rounds = heads[0].rounds
+        seconds = rounds[-1]["time"] - rounds[0]["time"]
+        learnt = rounds[-1]["chain_tokens"] - rounds[0]["chain_tokens"]
+        return Run(
+            losses=losses(),
+            sent_bytes=fmean(each["averaging_bytes"] for each in rounds),
+            tokens_per_s=learnt / seconds,
+            voids=sum(len(peer.of_kind("void")) for peer in swarm.peers),
+        )
+
+
+def loss_at(losses: Sequence[tuple[float, float]], tokens: float) -> float | None:
+    """Between the two that are around so many tokens; None where there are none."""
+    for (before, high), (after, low) in pairwise(losses):
+        if before <= tokens <= after and before < after:
+            return high + (low - high) * (tokens - before) / (after - before)
+    return None
+
+
+def show(found: dict[str, Run], report: Report) -> None:
+    """The table and the curves."""
+    common = min(each.losses[-1][0] for each in found.values())
+    reference = loss_at(found[REFERENCE].losses, common) if REFERENCE in found else None
+    rows = list[tuple[object, ...]]()
+    for name, each in found.items():
+        loss = loss_at(each.losses, common)
+        over = loss / reference - 1 if loss and reference else None
+        rows.append((name, loss, over, each.sent_bytes / 1e6, each.tokens_per_s, each.voids))
+    columns = [
+        Column("row"),
+        Column(f"at {common / 1e3:,.0f} thousand tokens", ".4f"),
+        Column(f"over {REFERENCE}", "+.1%"),
+        Column("MB a round", ",.2f"),
+        Column("tokens/s", ",.0f"),
+        Column("voids", "d"),
+    ]
+    report.table(columns, rows, title="nats a token of held-out text, by tokens of the chain")
+    lines = {
+        name: [(tokens / 1e6, loss) for tokens, loss in each.losses] for name, each in found.items()
+    }
+    report.plot("million tokens", "nats a token", lines)
+
+
+def main() -> None:
+    """Run the rows, one after another, and print."""
+    made = parser(__doc__)
+    made.add_argument("--tokens", type=float, default=6e5, help="of the chain, in each row")
+    made.add_argument("--large", action="store_true", help="10.9 million parameters")
+    made.add_argument("--only", nargs="+", choices=tuple(ROWS), help="of the rows these alone")
+    report, arguments = Report.parse(made, "muon-swarm")
+    model, tokens, steps = WIDE_MODEL, arguments.tokens, INNER_STEPS
+    if arguments.large:
+        model = showcase.WHOLE.model
+    if arguments.quick:
+        model, tokens, steps = MODEL, 3.0 * ROUND_TOKENS * QUICK_STEPS / INNER_STEPS, QUICK_STEPS
+    found = dict[str, Run]()
+    for name in arguments.only or (ROWS if not arguments.quick else list(ROWS)[:2]):
+        found[name] = run(description(ROWS[name], model, steps), tokens)
+        reached, loss = found[name].losses[-1]
+        report.say(f"{name}: loss {loss:.4f} after {reached:,.0f} tokens")
+    show(found, report)
+    report.close()
+
+
+if __name__ == "__main__":
+    main()

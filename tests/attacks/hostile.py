@@ -22,12 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hivemind.p2p import P2PDaemonError, PeerID
+from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
+from hivemind.proto import dht_pb2
+from hivemind.proto.runtime_pb2 import ExpertResponse
 
 from dilocox.dht.errors import DilocoxError
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
 from dilocox.dht.join import Joined, join_run
+from dilocox.dht.protocol import MAX_KEYS, RunProtocol
 from dilocox.dht.records import (
     BellRecord,
     ClaimRecord,
@@ -39,11 +42,12 @@ from dilocox.dht.records import (
     replica_key,
     stage_key,
 )
-from dilocox.dht.rpc import REFUSED
+from dilocox.dht.rpc import REFUSED, handler_name, pack
 from dilocox.dht.swarm import Swarm
+from dilocox.dht.upload_limit import CHUNK_BYTES
 from dilocox.peer.chain.archive_keeper import ArchiveService
 from dilocox.peer.chain.chain_client import Fetched, Limits
-from dilocox.peer.chain.uploads import Source
+from dilocox.peer.chain.uploads import LEAST_BYTES_PER_S, OF_ONE_PEER, Source
 from dilocox.peer.chain.visitor_download import StageAnchor, claimed_chain, download_anchors
 from dilocox.peer.rounds.ballots import Ballot, certificate
 from dilocox.peer.rounds.group import tokens_cap
@@ -64,6 +68,9 @@ KEYS = 12
 PAUSE_S = 1.0
 FAR_ROUNDS = (9_999_999_999, 2**53)
 NEVER = "f" * 64
+FIND = f"{RunProtocol.__name__}.rpc_find"
+SAME_KEYS = 1504
+NODES, STREAMS_OF_NODE = 8, 40  # one peer answers fewer of one
 
 
 class Hostile:
@@ -78,6 +85,8 @@ class Hostile:
         self.swarms = [Swarm(place.dht, place.run, each, place.clock) for each in self.keys]
         self._folder = folder
         self._served: dict[str, tuple[bytes, bytes]] = {}
+        self._places: list[asyncio.Task[None]] = []
+        self._chunks = 0
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         asyncio.run_coroutine_threadsafe(self._serve(), self._loop).result(30)
@@ -162,7 +171,79 @@ class Hostile:
                     held += asked.result(30)
         return {"spares": len(spares), "held": held}
 
+    def searches(self) -> dict[str, Any]:
+        """A3: asks every node 1,504 times for one key in one call, and for as many as it may."""
+        asked = asyncio.run_coroutine_threadsafe(self._searched(), self._loop)
+        return asked.result(30)
+
+    def places(self) -> dict[str, Any]:
+        """A9: eight nodes of its own take the state from everybody, each as slowly as it may, and
+        hold as many streams open as they can.
+        """
+        if not self._places:
+            begun = asyncio.run_coroutine_threadsafe(self._took_places(), self._loop)
+            begun.result(120)
+        return {"streams": len(self._places), "chunks": self._chunks}
+
     # ---- pieces ----------------------------------------------------------------------------------
+    async def _searched(self) -> dict[str, Any]:
+        p2p = await self.place.dht.replicate_p2p()
+        answered = Counter[str]()
+        alike = [bytes(range(20))] * SAME_KEYS
+        others = [number.to_bytes(20, "big") for number in range(MAX_KEYS)]
+        for peer in self._everybody():
+            for keys, times in ((alike, 2), (others, 50)):
+                request = dht_pb2.FindRequest(keys=keys)
+                for _ in range(times):
+                    said = "answered"
+                    try:
+                        await p2p.call_protobuf_handler(
+                            PeerID.from_base58(peer), FIND, request, dht_pb2.FindResponse
+                        )
+                    except P2PHandlerError:
+                        said = "refused"
+                    answered[said] += 1
+        return dict(answered)
+
+    async def _took_places(self) -> None:
+        own = await self.place.dht.replicate_p2p()
+        known = [f"{a}/p2p/{each.peer_id}" for each in await own.list_peers() for a in each.addrs]
+        name = handler_name(averaging_prefix(self.place.run, 0), "rpc_get")
+        for _ in range(NODES):
+            p2p = await P2P.create(
+                initial_peers=known, nat_port_map=False, dht_mode="client", startup_timeout=60
+            )
+            for peer in self._everybody():
+                for number in range(STREAMS_OF_NODE):
+                    holding = self._drips if number < OF_ONE_PEER else self._holds
+                    self._places.append(asyncio.create_task(holding(p2p, peer, name)))
+
+    async def _drips(self, p2p: P2P, peer: str, name: str) -> None:
+        """Take the newest state a chunk at a time, again and again."""
+        while True:
+            with suppress(P2PDaemonError, *REFUSED):
+                frames: Any = await p2p.iterate_protobuf_handler(
+                    PeerID.from_base58(peer), name, pack({"what": "state"}), ExpertResponse
+                )
+                async for _ in frames:
+                    self._chunks += 1
+                    await asyncio.sleep(CHUNK_BYTES / LEAST_BYTES_PER_S)
+            await asyncio.sleep(PAUSE_S)
+
+    async def _holds(self, p2p: P2P, peer: str, name: str) -> None:
+        """Open a stream, and say nothing in it."""
+        while True:
+            with suppress(P2PDaemonError, *REFUSED):
+                opened = await p2p.call_binary_stream_handler(PeerID.from_base58(peer), name)
+                await opened[1].read()  # until the other side ends it
+                opened[2].close()
+            await asyncio.sleep(PAUSE_S)
+
+    def _everybody(self) -> list[str]:
+        """The peers of stage 0 and the bootstraps."""
+        told = self.place.swarm.read(stage_key(self.place.run, 0), StageRecord) or {}
+        return sorted({*told, *self.place.dht.bootstraps} - {self.place.identity.peer_id})
+
     def _lead(self, key: Identity, swarm: Swarm, number: int) -> None:
         run, lifetime_s = self.place.run, self.place.manifest.deadlines.record_lifetime_s
         me = key.peer_id
@@ -300,6 +381,8 @@ ATTACKS: dict[str, Callable[[Hostile], dict[str, Any]]] = {
     "heads": Hostile.heads,
     "hosts": Hostile.hosts,
     "reserves": Hostile.reserves,
+    "searches": Hostile.searches,
+    "places": Hostile.places,
 }
 
 

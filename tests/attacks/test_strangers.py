@@ -94,9 +94,11 @@ def taken(swarm: ProcessSwarm) -> list[RoundRecord]:
         "echoes",  # A4, A8: of what the others have, with other numbers
         "rounds",  # A2: of rounds that will never be
         "heads",  # A8: of more replicas than there are, which ring far on and not here
+        "searches",  # A3: in one call one key again and again
+        "places",  # A9: all downloads and streams that it can hold, with keys of its own
     ],
 )
-def test_what_a_stranger_says_moves_nobody_and_stops_nobody(
+def test_what_a_stranger_does_moves_nobody_and_stops_nobody(
     start_swarm: StartSwarm, kind: str
 ) -> None:
     swarm = swarm_of_three(start_swarm)

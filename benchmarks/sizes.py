@@ -17,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.report import Column, Report, parser
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.process.sizes import HEADS, row, shown_stages
+from dilocox.peer.process.prepare import stage_kinds
+from dilocox.peer.process.sizes import HEADS, row
 
 
 def llama(hidden_size: int, layers: int, vocab_size: int) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def main() -> None:
     """Reckon and print; the largest takes most of the time."""
     report, arguments = Report.parse(parser(__doc__), "sizes")
     for manifest in examples()[: 1 if arguments.quick else None]:
-        rows = [row(manifest, stage) for stage in shown_stages(manifest)]
+        rows = [row(manifest, stage) for stage in stage_kinds(manifest)]
         report.table(
             [Column(name) for name in HEADS], rows, title=manifest.name, part=manifest.name
         )

@@ -204,13 +204,13 @@ class Probe(ServicerBase):
             strangers = () if alone else _others(known, caller, seen)
             self._dialling += 1
             try:
-                return reply(await self._dialled(texts(want.get("addresses")), seen, strangers))
+                return reply(await self._verdict(texts(want.get("addresses")), seen, strangers))
             finally:
                 self._dialling -= 1
         except CallRefused as refused:
             return self._refused(refused)
 
-    async def _dialled(
+    async def _verdict(
         self, named: Sequence[str], seen: frozenset[str], others: Sequence[str]
     ) -> dict[str, Any]:
         question = {"addresses": list(named), "seen": sorted(seen)}

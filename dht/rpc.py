@@ -24,7 +24,7 @@ from typing import Any, TypeVar, cast
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs]
 import torch
-from hivemind.p2p import P2P, P2PDaemonError, PeerID
+from hivemind.p2p import P2P, P2PDaemonError, PeerID, ServicerBase
 from hivemind.proto import runtime_pb2
 
 from dilocox.dht.errors import DilocoxError, EnvironmentFault
@@ -223,6 +223,14 @@ def packed(facts: dict[str, Any]) -> bytes:
 
 def _tensors(chunk: bytes) -> list[runtime_pb2.Tensor]:
     return [runtime_pb2.Tensor(buffer=chunk)] if chunk else []
+
+
+class StageServicer(ServicerBase):
+    """Calls that are answered to the peers of a stage, under the names that `Client` calls."""
+
+    @classmethod
+    def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:
+        return handler_name(namespace or "", method_name)
 
 
 class Client:

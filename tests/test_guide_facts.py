@@ -18,6 +18,7 @@ from benchmarks.sizes import examples
 from dilocox.dht.manifest import Manifest, preset_names
 from dilocox.peer.cli import app, known_variables
 from dilocox.peer.process import sizes
+from dilocox.peer.process.prepare import stage_kinds
 from dilocox.pipeline.partition import plan_stages
 from tests.guide_blocks import DOCS, GUIDES, blocks, sections
 
@@ -120,7 +121,7 @@ def test_the_sizes_are_those_that_the_script_prints() -> None:
     printed = {
         (manifest.name, *sizes.row(manifest, stage))
         for manifest in examples()
-        for stage in sizes.shown_stages(manifest)
+        for stage in stage_kinds(manifest)
     }
     assert shown == printed
     assert f"| {' | '.join(('run', *sizes.HEADS))} |" in TEXTS["operator"]

@@ -57,7 +57,7 @@ from dilocox.dht.node_process import BlockingPipe, leave_the_terminal, shared_ze
 from dilocox.dht.reachability import PROBE_REFUSALS, Probe, find_reach
 from dilocox.dht.reconnect import Redialler, Targets
 from dilocox.dht.records import averaging_prefix
-from dilocox.dht.rpc import BYTE_KINDS, REFUSALS, Client, Counts, handler_name
+from dilocox.dht.rpc import BYTE_KINDS, REFUSALS, Client, Counts
 from dilocox.dht.streams import open_streams
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.averaging.matchmaking import LATER_S, aim, expect, own_time
@@ -234,10 +234,6 @@ class StageAverager(PeerService, DecentralizedAverager):
         self.start()
         if await_ready:
             self.wait_until_ready(timeout)
-
-    @classmethod
-    def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:
-        return handler_name(namespace or "", method_name)
 
     # ---- in the averaging process: life ----------------------------------------------------------
     def run(self) -> None:

@@ -18,7 +18,7 @@ from itertools import accumulate
 from typing import Any, AsyncIterator, TypeVar  # noqa: UP035 - hivemind knows this one only
 
 import torch
-from hivemind.p2p import P2PContext, ServicerBase
+from hivemind.p2p import P2PContext
 from hivemind.proto import runtime_pb2
 
 from dilocox.compression.group_quantization import PayloadRefused
@@ -28,6 +28,7 @@ from dilocox.dht.rpc import (
     CallRefused,
     Counts,
     RequestLimit,
+    StageServicer,
     byte_kind,
     chunk_of,
     reply,
@@ -58,7 +59,7 @@ class NoSuchGroup(CallRefused):
     """What came is for a group that this peer is not, or not any more, in."""
 
 
-class PeerService(ServicerBase):
+class PeerService(StageServicer):
     """The rpc_ methods of the averaging process, which gives them the attributes below."""
 
     local: LocalPeer

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, AsyncIterator  # noqa: UP035 - hivemind knows this one only
 
 import torch
-from hivemind.p2p import P2P, P2PContext, ServicerBase
+from hivemind.p2p import P2P, P2PContext
 from hivemind.proto import runtime_pb2
 from hivemind.utils import timed_storage
 
@@ -37,7 +37,7 @@ from dilocox.dht.manifest import Manifest
 from dilocox.dht.node import RunDHT, daemon_address
 from dilocox.dht.reachability import PROBE_REFUSALS, Probe
 from dilocox.dht.records import ClaimRecord, averaging_prefix, claim_key
-from dilocox.dht.rpc import Client, Counts, LoopThread, byte_kind, handler_name
+from dilocox.dht.rpc import Client, Counts, LoopThread, StageServicer, byte_kind
 from dilocox.dht.streams import open_streams
 from dilocox.dht.swarm import Swarm
 from dilocox.peer.chain.archive import StageArchive
@@ -58,7 +58,7 @@ Claims = Mapping[int, Mapping[str, ClaimRecord]]
 """By stage and peer."""
 
 
-class ArchiveService(ServicerBase):
+class ArchiveService(StageServicer):
     """Answers for one stage what an averager answers, as far as it is kept: states and records.
 
     served: bytes by kind (state, record, the history among them); refused: requests by reason.
@@ -76,10 +76,6 @@ class ArchiveService(ServicerBase):
         self._served = served
         self._refused = refused
         self._uploads = Uploads(UPLOADS_AT_ONCE, knows=knows)
-
-    @classmethod
-    def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:
-        return handler_name(namespace or "", method_name)
 
     async def rpc_get(
         self, request: runtime_pb2.ExpertRequest, context: P2PContext

@@ -50,10 +50,10 @@ from dilocox.peer.chain.snapshot_files import (
     on_disk,
 )
 from dilocox.peer.chain.store import KeptState, RoundLog
-from dilocox.peer.chain.summary import SHA256, ChainRound
+from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.rounds.ballots import MAX_CERTIFICATE_BYTES
 from dilocox.peer.rounds.outer_step import anchor_sha256
-from dilocox.peer.rounds.record import RoundRecord, digest_of
+from dilocox.peer.rounds.record import SHA256, RoundRecord, digest_of
 
 logger = logging.getLogger(__name__)
 

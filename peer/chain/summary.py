@@ -10,17 +10,14 @@ that the rounds took in which it has tokens, by its members' tokens and times of
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
 from typing import Any, Literal
 
-from dilocox.peer.rounds.record import RoundRecord
+from dilocox.peer.rounds.record import SHA256, RoundRecord
 from dilocox.peer.rounds.standing import sitting_out
-
-SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from dilocox.peer.commands.operate import completed
 from dilocox.peer.memory_and_disk import size
 from dilocox.peer.options import GB, PlanOptions
 from dilocox.peer.os_process import counted, wide_console, write_json
+from dilocox.peer.process.prepare import stage_kinds
 from dilocox.peer.process.run_plan import Machines, RunPlan, Way
 
 MBIT = 1e6 / 8
@@ -206,8 +207,7 @@ def _hidden_codecs(found: RunPlan) -> str:
 def _show_stages(console: Console, found: RunPlan) -> None:
     gpu = found.machines.gpu_memory_bytes is not None
     table = _table(("stage", "parameters", "memory", "GPU", "fits", "microbatch"))
-    shown = sorted({0, min(1, len(found.stages) - 1), len(found.stages) - 1})
-    for each in [found.stages[number] for number in shown]:
+    for each in [found.stages[stage] for stage in stage_kinds(found.manifest)]:
         table.add_row(
             f"{each.stage} of {len(found.stages)}",
             f"{each.values / 1e6:,.1f} M",

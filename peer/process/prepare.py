@@ -272,10 +272,15 @@ def memory_of_stages(
     return needed
 
 
+def stage_kinds(manifest: Manifest) -> list[int]:
+    """A stage of each kind: the first, the last, and one between, where all are nearly alike."""
+    return sorted({0, min(1, manifest.stages - 1), manifest.stages - 1})
+
+
 def check_deadlines(manifest: Manifest) -> None:
     """Raise InvalidInput if an exchange could not end in time, even on a link of 100 Mbit/s."""
     given_s = manifest.deadlines.exchange_s
-    for stage in sorted({0, manifest.stages // 2, manifest.stages - 1}):
+    for stage in stage_kinds(manifest):
         needs = StageNeeds(manifest, stage)
         if (least_s := needs.least_exchange_s(FAST_LINK)) > given_s:
             moved = needs.exchange_bytes(manifest.rounds.group_size)

@@ -23,7 +23,7 @@ from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_sections import CodecSpec
 from dilocox.peer.memory_and_disk import SPARE_SHARE, MemoryNeeds, size
-from dilocox.peer.process.prepare import memory_of_stages
+from dilocox.peer.process.prepare import memory_of_stages, stage_kinds
 from dilocox.peer.rounds.grid import Grid
 from dilocox.peer.rounds.rank_choice import least_inner_steps
 from dilocox.peer.rounds.record import stage_codec
@@ -171,7 +171,7 @@ class RunPlan:
             )
         self.manifest, self.machines, self._memory = manifest, machines, memory
         self.replicas, self.spares = divmod(machines.peers, manifest.stages)
-        self._kinds = sorted({0, min(1, manifest.stages - 1), manifest.stages - 1})
+        self._kinds = stage_kinds(manifest)
 
     @property
     def days(self) -> float:

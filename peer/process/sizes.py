@@ -15,7 +15,7 @@ from rich.table import Table
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_sections import CodecSpec
 from dilocox.peer.os_process import wide_console
-from dilocox.peer.process.prepare import StageNeeds
+from dilocox.peer.process.prepare import StageNeeds, stage_kinds
 from dilocox.peer.process.run_plan import DENSE_BITS
 
 MEMBERS = 4
@@ -30,11 +30,6 @@ HEADS = (
     "token (kB, 4 bits / bf16)",
 )
 HEAD_WIDTH = 8  # the table is whole at 80 columns
-
-
-def shown_stages(manifest: Manifest) -> list[int]:
-    """The first and the last hold more than those between, which are nearly alike."""
-    return sorted({0, min(1, manifest.stages - 1), manifest.stages - 1})
 
 
 def row(manifest: Manifest, stage: int) -> list[str]:
@@ -59,11 +54,12 @@ def _with_codec(needs: StageNeeds, codec: Any) -> StageNeeds:
 
 def dense_exchanges(manifest: Manifest) -> str:
     """What an exchange would take with the codecs that Muon learns under, in words."""
-    last = manifest.stages - 1
     told = list[str]()
     for bits in DENSE_BITS:
         dense = replace(manifest, codec=CodecSpec(scheme="dense", bits=bits))
-        needed = max(StageNeeds(dense, stage).exchange_bytes(MEMBERS) for stage in {0, last})
+        needed = max(
+            StageNeeds(dense, stage).exchange_bytes(MEMBERS) for stage in stage_kinds(dense)
+        )
         told.append(f"{needed / MB:.1f} MB of {bits} bits")
     return f"an exchange with a dense codec: {' or '.join(told)}"
 
@@ -74,7 +70,7 @@ def print_sizes(manifest: Manifest) -> None:
     table = Table(title=title, show_edge=False)
     for name in HEADS:
         table.add_column("\n".join(wrap(name, HEAD_WIDTH)), justify="right")
-    for stage in shown_stages(manifest):
+    for stage in stage_kinds(manifest):
         table.add_row(*row(manifest, stage))
     console = wide_console()
     console.print(table)

@@ -22,7 +22,7 @@ from pydantic import StrictBytes, StrictInt, StrictStr, TypeAdapter
 
 from dilocox.dht.identity import Identity, peer_id_of, verify
 from dilocox.dht.wire import Malformed, Many, checked, pack, unpack
-from dilocox.peer.rounds.record import RecordRefused, RoundRecord
+from dilocox.peer.rounds.record import SHA256, RecordRefused, RoundRecord
 from dilocox.peer.rounds.vote_count import (
     MAX_MEMBERS,
     Decision,
@@ -140,7 +140,7 @@ class Ballot:
         members = set(self.members)
         if vote.voter not in members:
             raise VoteRefused(f"{vote.voter} is no member of this group")
-        if vote.digest is not None and not _is_sha256(vote.digest):
+        if vote.digest is not None and not SHA256.fullmatch(vote.digest):
             raise VoteRefused(f"{vote.voter} votes for what is no sha256")
         _check_sorted(vote)
         if not set(vote.missed) <= members - {vote.voter}:
@@ -331,10 +331,6 @@ def _check_certificate(record: RoundRecord, digest: str, data: bytes) -> None:
 def _check_sorted(vote: Vote) -> None:
     if list(vote.missed) != sorted(set(vote.missed)):
         raise VoteRefused(f"the peers that {vote.voter} missed are not sorted")
-
-
-def _is_sha256(text: str) -> bool:
-    return len(text) == 64 and set(text) <= set("0123456789abcdef")
 
 
 def _signed_vote(fields: _VoteFields) -> SignedVote:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
@@ -320,6 +321,8 @@ class _Header:
 
 _HEADER = TypeAdapter(_Header)
 _HEADER_FIELDS = tuple(each.name for each in fields(RoundRecord) if each.name != "means")
+
+SHA256 = re.compile(r"[0-9a-f]{64}")  # in hex
 
 
 def digest_of(data: bytes) -> str:

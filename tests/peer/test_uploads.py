@@ -52,7 +52,6 @@ def service(tmp_path: Path) -> PeerService:
     service.sent, service.received = Counts(BYTE_KINDS), Counts(BYTE_KINDS)
     service.refused = Counts(REFUSALS)
     service.limit = UploadLimit(None)
-    vars(service)["uploads"] = Uploads()  # nobody made this log
     return service
 
 
@@ -110,15 +109,13 @@ def test_a_record_is_served_when_no_exchange_needs_the_uplink(service: PeerServi
 
     async def go() -> None:
         async def checked_mean(part: int) -> Any:
-            return Mean(part=part, contributors=("a",), payload=RECORD, signature=b"of a")
+            return Mean(part=part, contributors=("QmMember",), payload=RECORD, signature=b"its")
 
-        ballots = SimpleNamespace(ballot=SimpleNamespace(members=("QmMember",)))
         attempt: Any = SimpleNamespace(
             checked_mean=checked_mean,
-            members=("a",),
+            members=("QmMember",),
             digest=WANT["digest"],
             record=RECORD,
-            ballots=ballots,
         )
         service.attempts[b"group"] = attempt
         with service.limit.exchange():
@@ -321,7 +318,15 @@ def test_a_peer_knows_those_whose_values_are_in_its_chain(
     maker = ChainMaker(identities[0], tmp_path / "state", manifest_of())
     maker.train(0, 1)
     service = PeerService.__new__(PeerService)
-    service.log = maker.log
+    service.log, service.local = maker.log, local_peer()
+
+    async def looked() -> None:
+        looking = asyncio.create_task(service.keep_credit())
+        while not service.credit.records:
+            await asyncio.sleep(0.01)
+        looking.cancel()
+
+    asyncio.run(asyncio.wait_for(looked(), 10.0))
     with ExitStack() as stack:
         for peer in (*"abcdefgh", maker.peer):
             stack.enter_context(service.uploads.begin(peer, io.BytesIO(b"x"), urgent=False))

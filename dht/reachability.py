@@ -32,6 +32,7 @@ from dilocox.dht.addresses import Reachability, ReachKind
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.invite import MAX_INVITE_ADDRESSES, TcpAddress, invite_addresses, listen_address
 from dilocox.dht.rpc import CallRefused, RequestLimit, chunk_of, pack, refusal_kind, reply, unpack
+from dilocox.dht.streams import accept
 from dilocox.dht.upload_limit import CHUNK_BYTES
 
 logger = logging.getLogger(__name__)
@@ -263,6 +264,7 @@ class Probe(ServicerBase):
             with self._link(context):
                 frames = aiter(request)
                 await asyncio.wait_for(anext(frames), BANDWIDTH_LIMIT_S)
+                accept()
                 taken, started = 0, time.monotonic()
                 with contextlib.suppress(StopAsyncIteration, asyncio.TimeoutError):
                     while taken <= BANDWIDTH_LIMIT_BYTES:

@@ -48,6 +48,7 @@ from dilocox.peer.rounds.vote_count import MAX_MEMBERS
 
 GROUP_WAIT_S = 5.0  # a part may come before its receiver has heard that the group stands
 CREDIT_EVERY_S = 10.0  # the last records are looked at
+DISCARD_LIMIT_S = 5.0
 HEARTBEAT_S = 0.5
 MAX_VOTES = 2 * MAX_MEMBERS  # in one message; a member may be seen to vote for two things
 VOTE_MARGIN_BYTES = 16  # around a vote, and around all of them, in an answer
@@ -111,6 +112,9 @@ class PeerService(StageServicer):
             return await asyncio.wait_for(self._take(peer, request), limit_s)
         except (ValueError, TypeError, ConnectionError, asyncio.TimeoutError) as error:
             self.refused.add(refusal(error))
+            accept()
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(_discard(request), DISCARD_LIMIT_S)
             return reply({"refused": f"{type(error).__name__}: {error}"[:200]})
 
     async def _take(
@@ -336,3 +340,11 @@ def refusal(error: Exception) -> str:
             return kind
         case _:
             return "frame"
+
+
+async def _discard(request: AsyncIterator[runtime_pb2.ExpertRequest]) -> None:
+    """Read what a refused sender still sends: p2pd resets a stream whose reader leaves earlier, the
+    answer with it.
+    """
+    async for _ in request:
+        pass

@@ -18,7 +18,7 @@ import pytest
 from hivemind.p2p import P2P
 from hivemind.proto import runtime_pb2
 
-from dilocox.dht import reachability
+from dilocox.dht import reachability, streams
 from dilocox.dht.addresses import Reachability, ReachKind
 from dilocox.dht.identity import peer_id_of
 from dilocox.dht.reachability import (
@@ -46,6 +46,7 @@ SEEN = frozenset({"198.51.100.7"})
 @asynccontextmanager
 async def nodes(count: int) -> AsyncIterator[list[P2P]]:
     """So many p2pd; all but the first have dialled the first."""
+    streams.install()  # as every process that answers has it
     started: list[P2P] = []
     try:
         for _ in range(count):

@@ -28,6 +28,7 @@ from rich.table import Table
 from dilocox.peer.os_process import wide_console
 
 GB = 1 << 30
+SPREAD = "±"  # the name of a column that says how far the one before it is from run to run
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Report:
         title: str | None = None,
         part: str = "",
     ) -> None:
-        """Print a table, and write it as CSV.
+        """Print a table, write it as CSV, and draw its numbers: a panel a column, a bar a row.
 
         title: a line above it. part: distinguishes the file from those of other tables.
         """
@@ -86,7 +87,9 @@ class Report:
         for row in rows:
             shown.add_row(*(column.shown(cell) for column, cell in zip(columns, row, strict=True)))
         self.console.print(shown)
-        self.csv([column.name for column in columns], rows, part=part)
+        names = [column.name for column in columns]
+        self.csv(names, rows, part=part)
+        self._draw(names, rows, "-".join(filter(None, (part, "table"))))
 
     def csv(self, names: Sequence[str], rows: Sequence[Sequence[Any]], *, part: str = "") -> None:
         """Write rows as CSV only, where they were printed in another way."""
@@ -95,6 +98,31 @@ class Report:
                 writer = csv.writer(file)
                 writer.writerow(names)
                 writer.writerows(rows)
+
+    def _draw(self, names: Sequence[str], rows: Sequence[Sequence[Any]], part: str) -> None:
+        cells = [[row[place] for row in rows] for place in range(len(names))]
+        told = [place for place, each in enumerate(cells) if place and _numbers(each)]
+        numbers = [place for place in told if names[place] != SPREAD]
+        if not numbers or (path := self._path(part, "svg")) is None:
+            return
+        from matplotlib.figure import Figure
+
+        words = [place for place in range(len(names)) if place not in told]
+        labels = [" ".join(str(row[place]) for place in words) for row in rows]
+        figure = Figure(figsize=(4.0 + 2.5 * len(numbers), 1.2 + 0.25 * len(rows)))
+        figure.set_layout_engine("constrained")
+        panels = figure.subplots(1, len(numbers), sharey=True, squeeze=False)[0]
+        for axes, place in zip(panels, numbers, strict=True):
+            spread = cells[place + 1] if names[place + 1 : place + 2] == [SPREAD] else None
+            lengths, ends = (
+                [cell or 0.0 for cell in each or ()] for each in (cells[place], spread)
+            )
+            axes.barh(range(len(rows)), lengths, xerr=ends or None)
+            axes.set_xlabel(names[place].strip())
+            axes.set_yticks(range(len(rows)), labels)
+            axes.grid(alpha=0.3, axis="x")
+        panels[0].invert_yaxis()
+        figure.savefig(path)
 
     def plot(
         self,
@@ -142,6 +170,11 @@ class Report:
             return None
         self._out.mkdir(parents=True, exist_ok=True)
         return self._out / f"{'-'.join(filter(None, (self._name, part)))}.{ending}"
+
+
+def _numbers(cells: Sequence[Any]) -> bool:
+    told = [cell for cell in cells if cell is not None]
+    return bool(told) and all(isinstance(cell, (int, float)) for cell in told)
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:

@@ -259,6 +259,8 @@ def _swarm(world: World, trial: Trial, stage: nn.Module, weights: list[Tensor]) 
         "attack": rule.attack,
     }
     if rule.way is not None:
+        if world.paces or world.absent or rule.attack is not None:
+            raise ValueError("a way to average is tried with workers that are alike and honest")
         return TriedSwarm([stage], **common, way=rule.way)
     if not (world.paces or world.absent or rule.half):
         return AttackedSwarm([stage], **common)

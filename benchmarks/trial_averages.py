@@ -59,7 +59,8 @@ class TriedSwarm(AttackedSwarm):
         else:
             back, down_bits = self._in_two_bits(mean)
         if way == "own length":
-            back = back * (fmean(float(each.norm()) for each in sent) / float(back.norm()))
+            own = fmean(float(each.norm()) for each in sent)
+            back = back * (own / max(float(back.norm()), 1e-12))
         average = torch.zeros(numel)
         average[here] = back
         # each sends its parts to the others, and the mean of its own to them

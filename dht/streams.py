@@ -59,6 +59,7 @@ class _Request(_Reader):
     ):
         super().__init__(reader, MESSAGE_BYTES, refuse)
         self.accepted = asyncio.Event()
+        self.over = False
         self.ended = False  # by this process, before its handler was done
         self._one_message = one_message
         self._limit_s = limit_s
@@ -73,7 +74,8 @@ class _Request(_Reader):
         self.taken()
         if self._at == LENGTH and self._messages and not self._whole:
             await self.accepted.wait()
-        if self._messages and (self._whole or not self._one_message):
+        nothing_due = not self._one_message or (self._whole and self._at == KIND)
+        if self._messages and nothing_due:
             found = await super().readexactly(count)
         else:
             left_s = max(0.0, self._until - time.monotonic())
@@ -89,21 +91,25 @@ class _Request(_Reader):
         self._at = (self._at + 1) % READS
         if self._at == KIND:
             self._messages += 1
-            loop = asyncio.get_running_loop()
-            self._untaken = loop.call_later(self._limit_s, self._give_up)
+            if not self.over:
+                loop = asyncio.get_running_loop()
+                self._untaken = loop.call_later(self._limit_s, self.end, "late")
         return found
 
     def taken(self) -> None:
-        """What was read is with its handler, or nobody waits for that any more."""
+        """What was read is with its handler."""
         if self._untaken is not None:
             self._untaken.cancel()
 
-    def _give_up(self) -> None:
-        self._refuse("late")
-        self.end()
+    def close(self) -> None:
+        """Its handler is done; hivemind may still wait for a message until the stream closes."""
+        self.over = True
+        self.taken()
+        self.accepted.set()
 
-    def end(self) -> None:
+    def end(self, reason: str) -> None:
         self.ended = True
+        self._refuse(reason)
         if self._task is not None:
             self._task.cancel()
 
@@ -136,8 +142,9 @@ class _Places:
             most = max(self._held, key=lambda name: len(self._held[name]))
             if len(self._held[most]) <= len(mine) + 1:
                 return False
-            self._held[most][0].end()
-            self.leave(most, self._held[most][0])
+            longest = self._held[most][0]
+            longest.end("often")
+            self.leave(most, longest)
         self._held.setdefault(peer, []).append(request)
         return True
 
@@ -189,8 +196,9 @@ class OpenStreams:
             except asyncio.CancelledError:
                 if not request.ended:
                     raise
+                writer.transport.abort()  # or it keeps what the other side does not read
             finally:
-                request.taken()
+                request.close()
                 places.leave(peer, request)
 
         return answer

@@ -309,7 +309,7 @@ class ChainFollower:
             self._book.asked_in_vain(self._asked)
         except PeerBusy as error:
             logger.info("%s", error)
-            self._book.asked_in_vain(self._asked)
+            self._book.busy(self._asked, known=self._trust.knows(self._asked))
             if self._state_needed is None:
                 self._doubt(busy=True)
             self._not_before = self._clock.monotonic() + PAUSE_AFTER_FAILURE_S

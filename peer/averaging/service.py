@@ -46,7 +46,9 @@ from dilocox.peer.rounds.group_calls import about, mean_from
 from dilocox.peer.rounds.record import RecordRefused
 from dilocox.peer.rounds.vote_count import MAX_MEMBERS
 
-GROUP_WAIT_S = 5.0  # a part may come before its receiver has heard that the group stands
+# A message may come before its receiver has heard that the group stands: its leader tells each
+# member the tickets of all, over a slow link one after the other.
+GROUP_WAIT_S, LATE_GROUP_S = 5.0, 30.0
 CREDIT_EVERY_S = 10.0  # the last records are looked at
 DISCARD_LIMIT_S = 5.0
 HEARTBEAT_S = 0.5
@@ -112,9 +114,10 @@ class PeerService(StageServicer):
             return await asyncio.wait_for(self._take(peer, request), limit_s)
         except (ValueError, TypeError, ConnectionError, asyncio.TimeoutError) as error:
             self.refused.add(refusal(error))
-            accept()
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(_discard(request), DISCARD_LIMIT_S)
+            if self.is_involved(peer):  # else it is no loss that the answer may be
+                accept()
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(_discard(request), DISCARD_LIMIT_S)
             return reply({"refused": f"{type(error).__name__}: {error}"[:200]})
 
     async def _take(
@@ -125,7 +128,7 @@ class PeerService(StageServicer):
         if first is None:
             raise CallRefused("nothing was sent")
         header = unpack(first)
-        attempt = await self.find_attempt(header.get("group"))
+        attempt = await self.find_attempt(header.get("group"), LATE_GROUP_S)
         part, size = header.get("part"), header.get("bytes")
         kind = str(header.get("kind"))
         if not isinstance(part, int) or not attempt.has_part(part, kind):
@@ -195,10 +198,12 @@ class PeerService(StageServicer):
     ) -> AsyncIterator[runtime_pb2.ExpertResponse]:
         """To a member of an attempt: a heartbeat every half second, for as long as it can take."""
         self.check_requests(context)
-        peer, group = str(context.remote_id), unpack(request).get("group")
+        with self.counting_refusals():
+            group = unpack(request).get("group")
+        peer = str(context.remote_id)
         deadlines = self.local.manifest.deadlines
         end = time.monotonic() + 2 * (deadlines.longest_exchange_s + deadlines.vote_s)
-        forms_until, is_member = time.monotonic() + GROUP_WAIT_S, False
+        forms_until, is_member = time.monotonic() + LATE_GROUP_S, False
         while time.monotonic() < end:
             attempt = self.attempts.get(group) if isinstance(group, bytes) else None
             is_member = is_member or (attempt is not None and peer in attempt.members)
@@ -307,9 +312,9 @@ class PeerService(StageServicer):
                 raise CallRefused("this run takes only peers that are admitted", "admission")
             self.requests.check(peer)
 
-    async def find_attempt(self, group: object) -> Attempt:
+    async def find_attempt(self, group: object, wait_s: float = GROUP_WAIT_S) -> Attempt:
         """The running attempt of a group, waiting a little for one that is about to start."""
-        deadline = time.monotonic() + GROUP_WAIT_S
+        deadline = time.monotonic() + wait_s
         while True:
             attempt = self.attempts.get(group) if isinstance(group, bytes) else None
             if attempt is not None:

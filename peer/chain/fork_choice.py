@@ -17,23 +17,25 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dilocox.dht.records import ClaimRecord
 from dilocox.dht.rpc import BUSY_LIFETIMES
 from dilocox.dht.swarm_view import SwarmView
+from dilocox.peer.rounds.record import RecordRefused, RoundRecord
 
 if TYPE_CHECKING:
     from dilocox.peer.chain.chain_client import Reached
     from dilocox.peer.chain.store import RoundLog, Tip
-    from dilocox.peer.rounds.record import RoundRecord
 
 MAX_NOTED = 1000  # digests or peers
 CREDIT_ROUNDS = 10  # whose contributors stand behind what comes next
 SETTLED_RECORDS = 3  # that the witness vouched for: a fork further back is nobody's to choose
 LEAST_CREDIT = 3  # of those who go on where all others are stuck
 STAND_IN_WEIGHT, WITNESS_WEIGHT = 1 << 20, 1 << 30  # of a bootstrap's word; a peer's is its credit
+BUSY_IN_A_ROW = 3  # answers, after which those who are known are asked
 AGAIN = 0.5  # of the times somebody known is asked who gave nothing, where nobody else is known
 
 
@@ -50,8 +52,11 @@ class Credit:
     def look(self, log: RoundLog, head: Tip) -> None:
         """Take in what the log has by now; cheap while its head is the same."""
         if self._digest != head.digest:
-            headers = [log.header(number) for number in log.rounds()[-CREDIT_ROUNDS:]]
-            peers = [_counting(header) for header in headers if header is not None]
+            headers = list[RoundRecord]()
+            for number in log.rounds()[-CREDIT_ROUNDS:]:
+                with suppress(RecordRefused):  # a damaged one
+                    headers += filter(None, [log.header(number)])
+            peers = [_counting(header) for header in headers]
             self.records = Counter(peer for each in peers for peer in each)
             self.last = peers[-1] if peers else set()
             self._digest = head.digest
@@ -243,6 +248,7 @@ class ClaimBook:
         self._ignored: set[str] = set()
         self._liars: set[str] = set()
         self._in_vain: set[str] = set()  # who was asked, and gave nothing
+        self._busy = 0  # answers in a row
 
     # ---- claims ----------------------------------------------------------------------------------
     def ahead(self, view: SwarmView, head: Tip) -> list[ClaimRecord]:
@@ -300,8 +306,17 @@ class ClaimBook:
         """It gave nothing of what it claims, whatever the reason."""
         _note(self._in_vain, peer)
 
+    def busy(self, peer: str, *, known: bool) -> None:
+        """It gave nothing now, and may later. Of those whom nobody knows one after the other may
+        say so for ever.
+        """
+        self._busy += 1
+        if known or self._busy >= BUSY_IN_A_ROW:
+            self.asked_in_vain(peer)
+
     def gave(self, peer: str) -> None:
         self._in_vain.discard(peer)
+        self._busy = 0
 
     def chosen(self, trust: Trust, peers: Sequence[str]) -> str:
         """Whom to ask of those who claim what is wanted: see `Trust.chosen`."""

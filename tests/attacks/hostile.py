@@ -202,6 +202,8 @@ class Hostile:
                         )
                     except P2PHandlerError:
                         said = "refused"
+                    except (P2PDaemonError, *REFUSED):
+                        said = "gone"
                     answered[said] += 1
         return dict(answered)
 

@@ -241,7 +241,8 @@ class FakeAttempt:
 
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> PeerService:
-    monkeypatch.setattr("dilocox.peer.averaging.service.GROUP_WAIT_S", 0.05)
+    for name in ("GROUP_WAIT_S", "LATE_GROUP_S"):
+        monkeypatch.setattr(f"dilocox.peer.averaging.service.{name}", 0.05)
     service = PeerService.__new__(PeerService)
     service.attempts = {b"g": cast("Attempt", FakeAttempt())}
     service.sent, service.received = Counts(BYTE_KINDS), Counts(BYTE_KINDS)

@@ -428,6 +428,20 @@ def test_who_has_a_chain_asks_those_who_made_it_and_the_bootstraps_first(
     assert book.chosen(trust, STRANGERS) in STRANGERS, "nobody else has it"
 
 
+def test_who_joins_leaves_those_who_are_busy_one_after_the_other(
+    clock: TestClock, book: ClaimBook
+) -> None:
+    """An honest peer may be busy while many join; strangers could say so for ever."""
+    trust, holding = trust_of(clock), [*STRANGERS, WITNESS]
+    for name in ("x0", "x1"):
+        book.busy(name, known=False)
+        assert len({book.chosen(trust, holding) for _ in range(200)}) > 10
+    book.busy("x2", known=False)
+    assert {book.chosen(trust, holding) for _ in range(20)} == {WITNESS}
+    book.busy(WITNESS, known=True)
+    assert len({book.chosen(trust, holding) for _ in range(200)}) > 10
+
+
 def test_who_joins_asks_anybody_until_one_gives_nothing_and_then_a_bootstrap(
     clock: TestClock, book: ClaimBook
 ) -> None:

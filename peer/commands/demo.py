@@ -80,9 +80,10 @@ class WatchedPeer:
                 file.seek(self._read.get(path, 0))
                 while (line := file.readline()).endswith("\n"):
                     self._read[path] = file.tell()
-                    self._take(json.loads(line))
+                    self.take(json.loads(line))
 
-    def _take(self, event: dict[str, Any]) -> None:
+    def take(self, event: dict[str, Any]) -> None:
+        """Count one of its events."""
         match event["event"]:
             case "training":
                 self._began = self._began or event["time"]

@@ -137,9 +137,9 @@ class Peer(WatchedPeer):
         if self.shown is not None:
             self.shown.look()
 
-    def _take(self, event: dict[str, Any]) -> None:
+    def take(self, event: dict[str, Any]) -> None:
         self.events.append(event)
-        super()._take(event)
+        super().take(event)
 
 
 @dataclass(frozen=True)

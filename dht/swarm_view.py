@@ -77,6 +77,12 @@ class SwarmView:
         tokens = tokens or [claim.chain_tokens for claim in self.run_claims.values()]
         return median_low(tokens) if tokens else 0
 
+    def run_round(self, witness: str) -> int:
+        """The newest round of which any stage has a record, as the operator's archive says; -1
+        where it says nothing."""
+        told = self.run_claims.get(witness)
+        return -1 if told is None else told.run_round
+
     def written(self, witness: str) -> str:
         """What the model writes now, in one line, as the operator's archive says; empty where it
         says nothing."""

@@ -57,6 +57,7 @@ ARCHIVE_LIES = {
     "forks": "three records back, again and again",
     "own records": "one of its own after every record",
     "far rounds": "claims rounds that do not exist",
+    "far run": "says that some stage has a record of a round that is far from its own",
     "silence": "claims and gives nothing",
     "the end": "says that the run has its tokens",
     "time": "tells every other peer a time ten minutes ahead, the rest one ten minutes behind",
@@ -269,6 +270,8 @@ class LyingArchive(SimulatedArchive):
             return None
         if self._how == "the end":
             return replace(claim, chain_tokens=self._world.manifest.end_tokens)
+        if self._how == "far run":
+            return replace(claim, run_round=claim.round + FAR_ROUNDS)
         return _far(claim, self._draw) if self._how == "far rounds" else claim
 
     def _forge(self, kept: Keeping) -> None:

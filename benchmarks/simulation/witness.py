@@ -89,6 +89,7 @@ class SimulatedArchive:
             chain_tokens=head.chain_tokens,
             record_bytes=RECORD_BYTES,
             revision=self._revision(),
+            run_round=max(each.log.head().round for each in self.stages),
         )
 
     def _follow(self, kept: Keeping, view: SwarmView) -> None:

@@ -516,6 +516,7 @@ class Coordinator(threading.Thread):
             self._clock.time(),
             heads=self._heads,
             head=status.head,
+            last_record=max(self.chain.head.round, self._heads_view.run_round(self._local.witness)),
             inner_steps=None if self.ending else self.inner_steps,
             tokens=status.unsent_tokens,
             undecided=self.undecided or self._awaited,

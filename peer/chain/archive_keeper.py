@@ -414,6 +414,8 @@ class Archive:
         end = time.monotonic() + TELLING_S
         for stage, kept in claims.items():
             claim = replace(kept, revision=self._manifest.operation.revision)
+            if stage == 0:
+                claim = replace(claim, run_round=max(each.round for each in claims.values()))
             if stage == 0 and self._history is not None:
                 claim = replace(claim, written=self._history.written(self._manifest.samples.prompt))
             now = time.monotonic()

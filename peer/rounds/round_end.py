@@ -31,7 +31,9 @@ ever moves to an earlier time, and that with notice. Pure rules over records: `n
   inner step takes longer than that is not waited for: no single statement delays the others;
 - equal finish times need no order: only the q-th smallest time enters, and no peer is preferred.
   Of equal T_R the one with the earlier end of grace counts;
-- a round far beyond the newest record and beyond what most replicas state is nobody's round;
+- a round far beyond the newest record and beyond what most replicas state is nobody's round; that
+  after the newest record of any stage is everybody's, as one's own chain and the operator's archive
+  say: a stage that a cut kept ahead of the others commits nothing before they have come to it;
 - of heads that do not count yet, inner steps and notice are waited for within a small share of the
   round: who is new and slow must come to a group, or it would never count.
 
@@ -336,6 +338,7 @@ class RoundKeeper:
         *,
         head: str,
         heads: Heads = None,
+        last_record: int = -1,
         inner_steps: int | None,
         tokens: int,
         undecided: bool,
@@ -353,11 +356,15 @@ class RoundKeeper:
         have to skip the send of this round, and two peers that skip in turn would never meet.
 
         heads: that count. Another one rings, too, and goes by the times of these.
+        last_record: the newest round that is known to have a record, of any stage. Its group has
+        met, and a stage that is there averages in no earlier one: where a cut had kept one apart,
+        the others of its replicas come to it.
         """
         with self._lock:
             self._heads, self._head = heads, head
             self._hear(view)
-            if (newest := self._led_to(view, own)) != self.round:
+            following = min(last_record, self.round + MAX_AHEAD_OF_MOST) + 1
+            if (newest := max(self._led_to(view, own), following)) > self.round:
                 self._go_to(newest)
             here = self._here
             before = here.own

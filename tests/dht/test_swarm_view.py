@@ -79,6 +79,14 @@ def test_what_the_model_writes_counts_from_the_witness_alone() -> None:
     assert view.written("another") == SwarmView(me="me").written("witness") == ""
 
 
+def test_the_round_of_the_run_is_that_of_its_stage_furthest_on_as_the_witness_says() -> None:
+    claims = {"peer": replace(claim(3, "d"), run_round=99), "witness": claim(5, "d")}
+    assert SwarmView(me="me", run_claims=claims).run_round("witness") == -1
+    claims["witness"] = replace(claims["witness"], run_round=7)
+    assert SwarmView(me="me", run_claims=claims).run_round("witness") == 7
+    assert SwarmView(me="me", run_claims=claims).run_round("another") == -1
+
+
 @pytest.mark.parametrize(
     ("kept", "held"),
     [([], False), ([6], False), ([7], True), ([6, 8], True), ([-1], False)],

@@ -18,6 +18,7 @@ from hivemind.p2p import P2P
 
 from dilocox.dht import bootstrap_node
 from dilocox.dht.identity import Identity
+from dilocox.dht.records import ClaimRecord, claim_key
 from dilocox.dht.rpc import chunk_of, pack, unpack
 from dilocox.peer.chain import archive_keeper
 from dilocox.peer.chain.archive_keeper import Archive, ArchiveService, Keeper
@@ -126,6 +127,39 @@ def test_no_fault_of_the_archive_leaves_its_tick(
     kept = of_bootstrap()
     kept.tick()
     assert "did not start" in caplog.text
+    kept.close()
+
+
+def test_what_is_claimed_of_stage_0_names_the_stage_that_is_furthest_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = ClaimRecord(round=17, digest="d", tokens=1, chain_tokens=1, record_bytes=1)
+    keeper = SimpleNamespace(
+        running=True,
+        claims={0: claim, 1: replace(claim, round=27)},
+        start=lambda _: None,
+        hear=lambda _: None,
+        close=lambda: None,
+    )
+    monkeypatch.setattr(archive_keeper, "daemon_address", lambda *_: "")
+    monkeypatch.setattr(archive_keeper, "Keeper", lambda *_, **__: keeper)
+    told: dict[str, ClaimRecord] = {}
+    swarm = SimpleNamespace(
+        read_many=lambda keys, _: dict.fromkeys(keys),
+        publish=lambda key, claim, *_: told.setdefault(key, claim),
+    )
+    kept = Archive(
+        dht=cast("Any", None),
+        swarm=cast("Any", swarm),
+        run=RUN,
+        me=ME,
+        witness=ME,
+        manifest=MANIFEST,
+        folder=tmp_path,
+    )
+    kept.tick()
+    assert told[claim_key(RUN, 0)].run_round == 27
+    assert told[claim_key(RUN, 1)].run_round == -1
     kept.close()
 
 

@@ -398,6 +398,25 @@ def test_a_replica_follows_the_bells_to_a_later_round(
     assert keeper.round == now_in
 
 
+@pytest.mark.parametrize(("last_record", "number"), [(2, 4), (3, 4), (9, 10), (2**52, 100_005)])
+def test_a_record_leads_to_the_round_after_it_and_not_beyond_all_numbers(
+    last_record: int, number: int
+) -> None:
+    keeper, view = keeper_of(first=4), SwarmView(me="me", replicas=heads_in(me=4, a=4, b=4))
+    keeper.follow(
+        view,
+        replica(10),
+        NOW,
+        head="me",
+        last_record=last_record,
+        inner_steps=10,
+        tokens=1,
+        undecided=False,
+    )
+    assert keeper.round == number
+    assert [bell.round for bell in keeper.bells] == [number], "its inner steps count there"
+
+
 def test_a_joiner_starts_in_the_current_round() -> None:
     def first(view: SwarmView, last_record: int = -1) -> int:
         keeper = keeper_of()

@@ -13,6 +13,7 @@ from benchmarks.simulation.dht import SimulatedSwarm
 from benchmarks.simulation.liars import MEMBER_LIES, Lying, Who
 from benchmarks.simulation.peer import SimulatedPeer
 from benchmarks.simulation.schedules import schedule
+from benchmarks.simulation.strangers import FAR_ROUNDS
 from benchmarks.simulation.world import TOKENS_PER_STEP, Fault, Outcome, Scenario, World
 from dilocox.dht.records import ReplicaRecord
 from dilocox.peer.averaging.loop_status import LoopStatus
@@ -175,7 +176,17 @@ def test_a_run_that_a_bootstrap_stopped_goes_on_when_it_stops_to_lie() -> None:
     assert goes_on.committed >= goes_on.rounds - 3
 
 
-@pytest.mark.parametrize("how", ["fork of 3", "own records", "far rounds", "the end", "time"])
+def test_a_bootstrap_that_leads_a_run_through_far_numbers_stops_no_round() -> None:
+    rounds = 12 + 6 * FAR_ROUNDS
+    outcome = lied_to("bootstrap", "far run", rounds=rounds)
+    assert unharmed(outcome)
+    assert outcome.committed >= 11
+    assert outcome.seconds < 14 * 60.0
+
+
+@pytest.mark.parametrize(
+    "how", ["fork of 3", "own records", "far rounds", "far run", "the end", "time"]
+)
 def test_a_copy_of_the_bootstrap_leads_nobody_who_has_a_chain(how: str) -> None:
     outcome = lied_to("copy", how, bootstraps=2)
     assert unharmed(outcome)
@@ -200,6 +211,28 @@ def test_a_fork_of_two_halves_ends_in_one_chain_and_no_token_twice() -> None:
     ).play()
     assert outcome.conserved and outcome.one_chain
     assert outcome.committed >= 6
+
+
+def test_a_stage_that_a_cut_kept_rounds_ahead_has_the_others_come_to_it() -> None:
+    """Two fast heads of five, with four of the five peers of stage 1, lose what they averaged of
+    stage 0; of stage 1 theirs is the only chain. It stood still for 15 rounds of the others."""
+    cut = Fault(kind="partition", at_s=300.0, peers=(0, 1, 5, 6, 7, 8), seconds=400.0)
+    steps = (0.3, 0.3, 1.1, 1.2, 1.2)
+    world = World(Scenario(step_s=steps, round_s=60.0, rounds=45, stages=2, faults=(cut,)))
+    heads: list[set[int]] = []  # the rounds of stage 0's records, and of stage 1's
+    world.timeline.at(
+        START + 720.0,
+        lambda: heads.extend(
+            {peer.log.head().round for peer in world.peers.values() if peer.stage == stage}
+            for stage in (0, 1)
+        ),
+    )
+    outcome = world.play()
+    assert outcome.conserved and outcome.one_chain
+    assert max(heads[0]) + 10 < max(heads[1])
+    assert outcome.last_rounds[0] == outcome.last_rounds[1]
+    assert outcome.committed >= outcome.rounds - max(heads[1]) + min(heads[0]) - 4
+    assert outcome.lost_share < 0.2
 
 
 @APPLY

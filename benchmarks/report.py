@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import importlib.util
+import math
 import os
 import platform
 import time
@@ -115,7 +116,9 @@ class Report:
         for axes, place in zip(panels, numbers, strict=True):
             spread = cells[place + 1] if names[place + 1 : place + 2] == [SPREAD] else None
             lengths, ends = (
-                [cell or 0.0 for cell in each or ()] for each in (cells[place], spread)
+                # what there is no number of, or an infinite one, has no bar
+                [cell if cell and math.isfinite(cell) else 0.0 for cell in each or ()]
+                for each in (cells[place], spread)
             )
             axes.barh(range(len(rows)), lengths, xerr=ends or None)
             axes.set_xlabel(names[place].strip())

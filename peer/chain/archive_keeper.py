@@ -286,7 +286,7 @@ class Keeper:
             )
 
         def knows(peer: str) -> bool:  # the archive of now: a revision makes another one
-            return self._stages[stage].knows(peer)
+            return stage in self._stages and self._stages[stage].knows(peer)
 
         archive = await self._compute(made)
         if stage not in self._serving:

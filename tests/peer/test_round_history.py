@@ -601,7 +601,12 @@ def test_a_keeper_gives_its_history_to_whoever_asks_over_the_network(
         pass
 
     archive = SimpleNamespace(
-        tend=done, close=done, claim=chain[0], round=0, rounds_since=lambda *_: chain
+        tend=done,
+        close=done,
+        claim=chain[0],
+        round=0,
+        rounds_since=lambda *_: chain,
+        knows=lambda _: False,
     )
     monkeypatch.setattr(archive_keeper, "StageArchive", lambda *_, **__: archive)
     kept = HistoryKeeper(history(tmp_path), identity, RUN, 1, lambda: NOW)

@@ -194,6 +194,8 @@ def with_liars(seed: int, rounds: int) -> dict[tuple[str, str, str], Scenario]:
         found["nobody", of, ""] = swarm
         for how in MEMBER_LIES:
             found["member", of, how] = replace(swarm, lying=Lying(who="member", how=how))
+        both = Lying(who="member", how="turns", members=2)
+        found["two members", of, both.how] = replace(swarm, lying=both)
     joins = (0.0, 0.0, 0.0, 0.0, 60.0 * 8.5)
     swarm = Scenario(step_s=(1.0, 1.1, 1.2, 1.3, 1.4), joins=joins, **facts)
     found["nobody", "1", ""] = swarm

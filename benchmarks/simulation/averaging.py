@@ -28,6 +28,7 @@ from dilocox.peer.rounds.group import (
     Plan,
     TooFew,
     attempt_times,
+    blamed_by_most,
 )
 from dilocox.peer.rounds.rank_choice import facts_of, following_window, next_inner_steps
 from dilocox.peer.rounds.record import Contribution, RecordRefused
@@ -185,8 +186,11 @@ class Meetings:
         views = {peer: frozenset(order.counted) for peer, order in orders.items()}
         order = next(iter(orders.values()))
         last, before = order.last_contributors, () if order.last is None else order.last.standings
-        present = group.keys() - sitting_out(before, order.plan.round)
+        told = {peer: each.unreliable for peer, each in orders.items()}
+        unreliable = blamed_by_most(told, credits(orders, before, order.plan.round))
+        present = group.keys() - sitting_out(before, order.plan.round) - unreliable
         if may_start(present, views, last):
+            blamed |= unreliable
             for peer in group.keys() - present:
                 group[peer].fail("this peer sits out")
             group = {peer: each for peer, each in group.items() if peer in present}

@@ -21,6 +21,7 @@ from benchmarks.simulation.strangers import ALL_TOKENS, FAR_ROUNDS
 from benchmarks.simulation.witness import BOOTSTRAP, Keeping, SimulatedArchive
 from dilocox.dht.clock import MOST_SLEW, OffsetSample, agreed_offset
 from dilocox.dht.records import (
+    MAX_INDEX,
     BellRecord,
     ClaimRecord,
     Record,
@@ -48,6 +49,7 @@ MEMBER_LIES = {
     "far bells": "rings this round and one far on, at once",
     "times": "bells too early, too late or in the future; steps, codec and tokens without end",
     "silence": "comes to its groups, sends nothing there, and gives nothing to who asks",
+    "turns": "likewise, in the first attempts of rounds or in the second ones",
     "all": "another one with every round",
 }
 ARCHIVE_LIES = {
@@ -68,12 +70,14 @@ TIME_LIE_S = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Lying:
-    """who: of each stage the last member, the operator's bootstrap, or its copy, with or without
-    the operator's beside it. how: of MEMBER_LIES or ARCHIVE_LIES. after: rounds; lasts: likewise.
+    """who: of each stage the last members, the operator's bootstrap, or its copy, with or without
+    the operator's beside it. how: of MEMBER_LIES or ARCHIVE_LIES. members: that lie, of each stage.
+    after: rounds; lasts: likewise.
     """
 
     who: Who
     how: str
+    members: int = 1
     after: float = 6.0
     lasts: float = math.inf
 
@@ -147,6 +151,9 @@ class LyingMember(Honest):
 
     @property
     def silent(self) -> bool:
+        if self._how == "turns":
+            order = self._world.peers[self._name].averager.order
+            return order is not None and order.plan.attempt == int(self._name[-3:]) % 2
         return self._how == "silence"
 
     def votes(self, hearer: str, vote: Vote) -> Vote:
@@ -271,7 +278,7 @@ class LyingArchive(SimulatedArchive):
         if self._how == "the end":
             return replace(claim, chain_tokens=self._world.manifest.end_tokens)
         if self._how == "far run":
-            return replace(claim, run_round=claim.round + FAR_ROUNDS)
+            return replace(claim, run_round=MAX_INDEX)
         return _far(claim, self._draw) if self._how == "far rounds" else claim
 
     def _forge(self, kept: Keeping) -> None:

@@ -227,9 +227,10 @@ class World:
         return lying is not None and 0.0 <= self.lied_rounds < lying.lasts
 
     def conduct_of(self, name: str) -> Honest:
-        """How a peer behaves: of each stage the last one may lie."""
-        lying = self.scenario.lying
-        lies = lying is not None and lying.who == "member" and self._number(name) == self._last
+        """How a peer behaves: of each stage the last ones may lie."""
+        lying, number = self.scenario.lying, self._number(name)
+        member = lying is not None and lying.who == "member"
+        lies = member and self._last - lying.members < number <= self._last
         return LyingMember(self, name, lying.how) if lying and lies else Honest()
 
     @property

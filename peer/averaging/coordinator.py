@@ -505,7 +505,7 @@ class Coordinator(threading.Thread):
 
     def _follow_round(self) -> None:
         status = self.status
-        now = self._clock.monotonic()
+        now, last = self._clock.monotonic(), self.chain.head.round
         if self._stood_still_since is not None:
             self._rounds.stood_still(now - self._stood_still_since)
         self._stood_still_since = now if self.paused else None
@@ -516,7 +516,8 @@ class Coordinator(threading.Thread):
             self._clock.time(),
             heads=self._heads,
             head=status.head,
-            last_record=max(self.chain.head.round, self._heads_view.run_round(self._local.witness)),
+            last_record=last,
+            run_record=max(last, self._heads_view.run_round(self._local.witness)),
             inner_steps=None if self.ending else self.inner_steps,
             tokens=status.unsent_tokens,
             undecided=self.undecided or self._awaited,

@@ -107,6 +107,7 @@ class ExchangeDriver:
         )
         self.voids = 0
         self._in_vain = "", 0  # the newest record, and how many sends were void since
+        self._unreliable: tuple[str, frozenset[str]] = "", frozenset()  # likewise: who was to blame
         self._waited_in_vain = 0  # sends in a row, whose group others did not come to
 
     @property
@@ -262,7 +263,7 @@ class ExchangeDriver:
             # anybody can say that it trains, and stay away: then who comes begins the run, and of
             # two that begin it the operator's archive takes one
             counted = (local.me,)
-        known = self._credits(counted)
+        known, (on, names) = self._credits(counted), self._unreliable
         leaders = {peer for peer in voters(known) if known[peer]} - dial_out
         expected = set(counted) - set(job.blamed)
         matchmaking_s = max(0.0, job.scheduled_at - self._clock.time()) + NO_GROUP_S
@@ -285,6 +286,7 @@ class ExchangeDriver:
             alone=alone,
             abort=job.abort,
             blamed=job.blamed,
+            unreliable=tuple(sorted(names)) if on == self._chain.head.digest else (),
         )
         logger.debug(
             "round %d, attempt %d: looking for the group of %s, due in %.1f s",
@@ -347,10 +349,16 @@ class ExchangeDriver:
             self._waited_in_vain = 0
             self._last_exchange_s = result.seconds + result.codec_s
             self._chain.committed(job.round, result.seconds, result.matchmaking_s)
-        elif job.attempt == 0:
-            self._retry(job, result)
         else:
-            self._void(job, "both attempts were void")
+            self._blame(result.blamed)
+            if job.attempt == 0:
+                self._retry(job, result)
+            else:
+                self._void(job, "both attempts were void")
+
+    def _blame(self, peers: Iterable[str]) -> None:
+        (on, names), digest = self._unreliable, self._chain.head.digest
+        self._unreliable = digest, (names if on == digest else frozenset()).union(peers)
 
     def _retry(self, job: _Job, result: AttemptResult) -> None:
         job.attempt, job.abort, job.blamed, job.undecided = 1, result.abort, result.blamed, False

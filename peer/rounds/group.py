@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -165,6 +166,7 @@ class AttemptResult:
 
 
 MAX_COUNTED = 1024  # peers that a ticket may name
+MAX_UNRELIABLE = 64  # likewise
 TICKET_BYTES, TICKET_BYTES_OF_PEER = 8 << 10, 128
 MAX_TICKETS_BYTES = LEADER_BYTES // 2  # of a group, which its leader tells each member
 MAX_TIME_S = 1e6
@@ -182,6 +184,7 @@ _TICKET = TypeAdapter(
         Annotated[Many[StrictBytes], Field(max_length=MAX_COUNTED)],
         StrictInt | None,
         StrictBytes,
+        Annotated[Many[StrictBytes], Field(max_length=MAX_UNRELIABLE)],
     ]
 )
 
@@ -222,6 +225,8 @@ class Ticket(SendFacts):
     codec_s: float = 0.0  # that it computes at the start of a phase, at most
     expected: int | None  # members with which its group is whole; None: it does not know
     abort: bytes  # its signed one of the attempt before, empty if there is none
+    # whom it blames for attempts that were void since the last record
+    unreliable: tuple[str, ...] = ()
     client_mode: bool = False
 
     def pack(self, last: Collection[str]) -> list[object]:
@@ -243,6 +248,7 @@ class Ticket(SendFacts):
             others,
             self.expected,
             self.abort,
+            [_short(peer) for peer in self.unreliable[:MAX_UNRELIABLE]],
         ]
 
     @classmethod
@@ -255,7 +261,7 @@ class Ticket(SendFacts):
             told = checked(facts, _TICKET)
         except Malformed as error:
             raise GroupRefused(f"a member's ticket is malformed: {error}") from error
-        plan, tokens, *times, bits, hashes, expected, abort = told
+        plan, tokens, *times, bits, hashes, expected, abort, unreliable = told
         exchange_s, step_s, stall_s, codec_s = times
         try:
             counted = chosen_in(sorted(set(last)), bits)
@@ -271,6 +277,7 @@ class Ticket(SendFacts):
             counted=counted + tuple(map(_named, hashes)),
             expected=expected,
             abort=abort,
+            unreliable=tuple(map(_named, unreliable)),
             client_mode=client_mode,
         )
 
@@ -306,6 +313,7 @@ class ExchangeOrder(SendFacts):
     alone: bool = False
     abort: bytes = field(default=b"", repr=False)  # its own, of the attempt before
     blamed: tuple[str, ...] = ()  # for that, as far as it knows: nobody waits for them
+    unreliable: tuple[str, ...] = ()  # as in `Ticket`
 
     @property
     def whole_with(self) -> int | None:
@@ -343,6 +351,7 @@ class ExchangeOrder(SendFacts):
             counted=self.counted,
             expected=self.whole_with,
             abort=self.abort,
+            unreliable=self.unreliable,
         )
 
 
@@ -369,11 +378,13 @@ def attempt_setup(
 ) -> AttemptSetup:
     """The agreed facts of an attempt, from what its members stated.
 
-    A repeated attempt leaves out the peers that the signed aborts of the first one blame; whoever
-    was left out, or unheard, again and again sits out, where the others can go on without it. Who
-    states another plan, or no tokens, is left out: all have the same tickets, and one that makes no
-    sense stops nobody. Where more come than a record holds, those who were in the most records
-    stay. `group`: the id of the group, from which its rows follow.
+    A repeated attempt leaves out the peers that the signed aborts of the first one blame. Whoever
+    was left out, or unheard, again and again sits out, where the others can go on without it; so
+    does whom most voters blame for attempts since the last record: two that fall silent in turns
+    would void both of every round, and no record would say so. Who states another plan, or no
+    tokens, is left out: all have the same tickets, and one that makes no sense stops nobody. Where
+    more come than a record holds, those who were in the most records stay. `group`: the id of the
+    group, from which its rows follow.
 
     Raises:
         GroupRefused: this peer is left out, or there is nobody to reduce.
@@ -403,8 +414,10 @@ def attempt_setup(
         raise GroupRefused("what the others heard of this peer is not what it stated")
     # whoever is here counts itself: one that counts nobody stops no group
     views = {peer: ticket.resolved(tickets) | {peer} for peer, ticket in tickets.items()}
-    present = tickets.keys() - sitting_out(before, plan.round)
+    unreliable = blamed_by_most({peer: each.unreliable for peer, each in tickets.items()}, credited)
+    present = tickets.keys() - sitting_out(before, plan.round) - unreliable
     if may_start(present, views, order.last_contributors):
+        excluded += sorted(unreliable)
         if me not in present:
             raise GroupRefused(
                 "this peer sits out: exchanges with it had to be repeated, or most of what it sent "
@@ -471,6 +484,17 @@ def attempt_setup(
         codec_s=codec_s,
         robust=manifest.rounds.robust,
     )
+
+
+def blamed_by_most(told: Mapping[str, Collection[str]], credited: Mapping[str, int]) -> set[str]:
+    """Those of a group that more than half of its voters blame. told: by member, whom it does, by
+    name or hash."""
+    voting = voters({peer: credited[peer] for peer in told})
+    names = {name: peer for peer in told for name in (peer, _named(_short(peer)))}
+    blamed = Counter[str]()
+    for peer in voting:
+        blamed.update({names[name] for name in told[peer] if name in names})
+    return {peer for peer, count in blamed.items() if 2 * count > len(voting)}
 
 
 def tokens_cap(manifest: Manifest) -> int:

@@ -251,6 +251,7 @@ class RoundKeeper:
         self._lock = threading.Lock()
         self._began = clock.monotonic()
         self._lasted_s = 0.0  # the round before
+        self._carried_s = 0.0  # of it, where its steps count in this one
         self._finished = False
         self._heads: Heads = None  # that count
         self._head = ""  # of the replica that this peer is in
@@ -339,6 +340,7 @@ class RoundKeeper:
         head: str,
         heads: Heads = None,
         last_record: int = -1,
+        run_record: int = -1,
         inner_steps: int | None,
         tokens: int,
         undecided: bool,
@@ -356,16 +358,19 @@ class RoundKeeper:
         have to skip the send of this round, and two peers that skip in turn would never meet.
 
         heads: that count. Another one rings, too, and goes by the times of these.
-        last_record: the newest round that is known to have a record, of any stage. Its group has
-        met, and a stage that is there averages in no earlier one: where a cut had kept one apart,
-        the others of its replicas come to it.
+        last_record: the round of the newest record that this peer has. run_record: of the newest
+        that it is told of, of any stage. The group of that has met, and its stage averages in no
+        earlier round: where a cut had kept one ahead, the others come to it, by so many rounds a
+        record that a false word leads nobody away.
         """
         with self._lock:
             self._heads, self._head = heads, head
             self._hear(view)
-            following = min(last_record, self.round + MAX_AHEAD_OF_MOST) + 1
+            following = self._after(min(run_record, last_record + MAX_AHEAD), now)
             if (newest := max(self._led_to(view, own), following)) > self.round:
+                carried_s = self.lasted_s
                 self._go_to(newest)
+                self._carried_s = carried_s
             here = self._here
             before = here.own
             # steps since its last send count, also those made in rounds that it skipped
@@ -375,7 +380,7 @@ class RoundKeeper:
                 here.own = BellRecord(
                     round=self.round,
                     finished_at=now,
-                    round_s=self.lasted_s,
+                    round_s=self.lasted_s + self._carried_s,
                     tokens=tokens,
                     send_after=None,
                     scheduled_at=None,
@@ -418,6 +423,13 @@ class RoundKeeper:
             if 2 * len(there) >= max(1, len(replicas)):
                 return newest
         return self.round
+
+    def _after(self, record: int, now: float) -> int:
+        """The round to go to because there is a record of that one. Where that is this peer's own,
+        and its stage's group may still meet, its send may still be in time."""
+        times = self._here.times
+        meets = times is not None and now <= times.scheduled_at + self._meeting_s
+        return self.round if record == self.round and meets else record + 1
 
     def _set_times(self, view: SwarmView, own: ReplicaRecord | None, now: float) -> None:
         for number, known in list(self._known.items()):
@@ -469,6 +481,7 @@ class RoundKeeper:
         round_number = min(round_number, MAX_INDEX)  # no key names a later one
         if round_number != self.round:
             self._lasted_s = self.lasted_s
+        self._carried_s = 0.0
         self.round = round_number
         self._known.setdefault(round_number, _Round())
         self._finished = False

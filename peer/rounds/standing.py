@@ -9,8 +9,8 @@ know the same. Four rules rest on it:
   crowd of fresh keys could commit what it likes, or keep a group from every decision.
 - *Probation.* A fresh key costs nothing. In an average a peer counts in full once it was in as many
   records as the others, or in ten; before that less, and all such peers together at most a third.
-- *Left out.* That an attempt had to be repeated without a peer is nobody's fault once. Again soon,
-  and it sits out the next 2 rounds, then 4, 8, ... 64.
+- *Left out.* That an attempt had to be repeated without a peer, in its round or the next one, is
+  nobody's fault once. Again soon, and it sits out the next 2 rounds, then 4, 8, ... 64.
 - *Unheard.* Whose values most of the average lacked in six of its last ten rounds, because reducers
   left them out or they came too late, sits out likewise.
 """
@@ -84,7 +84,7 @@ def following_standings(
     """What the record of a round remembers, sorted by peer.
 
     before: of the record before it. heard: by member, which share of the average holds its values.
-    excluded: whom its attempt, a repeated one, left out.
+    excluded: whom its attempt left out, since others were void.
     """
     aged = (each.aged(round_number) for each in before)
     known = {each.peer: each for each in aged if each is not None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import pytest
@@ -25,6 +26,7 @@ LEAST_SHARE = 0.9 / 2  # of the honest rounds a minute, and a factor of two for 
         ("splits", 1),  # A7: one mean to half of the others, another one to the other half
         ("leaves", 1),  # A7: falls silent in every exchange
         ("leaves", 5),  # likewise: more of them than there are others
+        ("leaves 0, leaves 1", 2),  # likewise, one in first attempts and one in second ones
         ("states", 1),  # A7: a ticket that makes no sense
         ("leads", 1),  # A7: gathers every group, and gives each member another ticket of its own
     ],
@@ -37,8 +39,8 @@ def test_members_that_lie_stop_nobody_and_turn_nothing(
         swarm.add_peer(step_s=STEP_S)
     swarm.wait_for_rounds(2, 120)
     honest, loss = rounds_in(swarm, HONEST_S), loss_of(swarm)
-    for _ in range(liars):
-        swarm.add_peer(step_s=STEP_S, lies=how)
+    for _, lie in zip(range(liars), itertools.cycle(how.split(", "))):
+        swarm.add_peer(step_s=STEP_S, lies=lie)
     crowd = [swarm.peers.pop() for _ in range(liars)]  # what they say of rounds is not waited for
     try:
         before = max(record.round for record in taken(swarm))

@@ -325,9 +325,12 @@ def last_record(*members: str, credited: int = 1) -> Any:
     return SimpleNamespace(round=0, members=named, standings=standings, next_ranks=())
 
 
-def result(verdict: Verdict, record: bytes | None = None) -> AttemptResult:
+def result(
+    verdict: Verdict, record: bytes | None = None, blamed: tuple[str, ...] = ()
+) -> AttemptResult:
     return AttemptResult(
         verdict=verdict,
+        blamed=blamed,
         record=record,
         certificate=None,
         abort=b"",
@@ -335,6 +338,27 @@ def result(verdict: Verdict, record: bytes | None = None) -> AttemptResult:
         seconds=1.0,
         limit_s=30.0,
     )
+
+
+def test_who_is_to_blame_for_void_attempts_is_named_until_there_is_a_record(world: World) -> None:
+    """Also with the sends of later rounds: who falls silent in turns would stop them all."""
+    for blamed in ("first", "second"):
+        answer, world.answer = world.answer, Future()
+        answer.set_result(result(Verdict.VOID, blamed=(blamed,)))
+        world.tick_for(60.0)
+    world.driver.submit(1, FACTS, scheduled_at=world.clock.now, states_taken=0)
+    world.tick()
+    assert [order.plan.attempt for order in world.orders] == [0, 1, 0]
+    named = [order.unreliable for order in world.orders]
+    assert named == [(), ("first",), ("first", "second")]
+    answer, world.answer = world.answer, Future()
+    answer.set_result(result(Verdict.COMMITTED, b"record"))
+    world.tick()
+    world.driver.closed_by_chain(1)
+    world.chain.head.digest = "b" * 64
+    world.driver.submit(2, FACTS, scheduled_at=world.clock.now, states_taken=0)
+    world.tick()
+    assert world.orders[-1].unreliable == ()
 
 
 def test_an_averaging_process_that_never_answers_is_given_up(world: World) -> None:

@@ -16,6 +16,7 @@ from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_sections import DeadlineSpec
 from dilocox.peer.rounds.group import (
     MAX_COUNTED,
+    MAX_UNRELIABLE,
     AttemptSetup,
     ExchangeOrder,
     GroupRefused,
@@ -101,6 +102,7 @@ LAST = ("a", "b", "d")
 
 def test_a_ticket_is_read_as_it_was_stated_with_the_mode_that_hivemind_saw() -> None:
     ticket = replace(TICKET, counted=("a", "d"))
+    assert not ticket.unreliable
     packed = ticket.pack(LAST)
     assert Ticket.unpack(packed, LAST, client_mode=False) == ticket
     assert Ticket.unpack(packed, LAST[::-1], client_mode=True) == replace(ticket, client_mode=True)
@@ -145,7 +147,7 @@ FIELDS = ("plan", "tokens", *TIMES, "bits", "others", "expected")
 
 def stated(**changes: object) -> list[object]:
     """A sound ticket, but for these fields."""
-    facts = dict(zip((*FIELDS, "abort"), TICKET.pack(LAST), strict=True))
+    facts = dict(zip((*FIELDS, "abort", "unreliable"), TICKET.pack(LAST), strict=True))
     return list((facts | changes).values())
 
 
@@ -180,6 +182,8 @@ def stated(**changes: object) -> list[object]:
         stated(others=[b"a"] * (MAX_COUNTED + 1)),
         stated(abort=1 << 40),  # bytes(n) would allocate them
         stated(abort="text"),
+        stated(unreliable=[b"a"] * (MAX_UNRELIABLE + 1)),
+        stated(unreliable=["a"]),
     ],
 )
 def test_a_malformed_ticket_is_refused(facts: object) -> None:
@@ -358,6 +362,35 @@ def test_the_record_of_a_repeated_attempt_remembers_whom_it_left_out(
         tickets[name] = replace(order.ticket(), abort=abort)
     agreed = attempt_setup(order, MANIFEST, CODEC, names[1], tickets, group=b"g")
     assert agreed.excluded == (names[2],)
+
+
+@pytest.mark.parametrize(
+    ("blaming", "left_out"),
+    [("", False), ("ab", False), ("abc", True), ("abd", True), ("abcd", True)],
+)
+def test_whom_most_voters_blame_for_void_attempts_is_left_out_and_remembered(
+    blaming: str, left_out: bool
+) -> None:
+    """Each says so by itself, of names that others need not know; a new key says nothing."""
+    known = tuple(Standing(peer=peer, round=PLAN.round - 1, credited=9) for peer in "abcd")
+    there = {"last": template(standings=known), "last_contributors": ("a", "b", "c", "d")}
+    order = order_of(unreliable=("d", "gone"), **there)
+    told = Ticket.unpack(order.ticket().pack("abcd"), "abcd", client_mode=False)
+    quiet = replace(told, unreliable=())
+    tickets = {peer: told if peer in blaming else quiet for peer in "abcd"} | {"new": told}
+    agreed = setup(tickets, **there)
+    assert agreed.excluded == (("d",) if left_out else ())
+    assert ("d" in {member.peer for member in agreed.members}) is not left_out
+    if left_out:
+        assert "sits out" in refusal(tickets, "d", **there)
+
+
+def test_nobody_is_left_out_for_void_attempts_where_too_few_would_be_left() -> None:
+    known = tuple(Standing(peer=peer, round=PLAN.round - 1, credited=9) for peer in "abcd")
+    there = {"last": template(standings=known), "last_contributors": ("a", "b", "c", "d")}
+    told = replace(TICKET, counted=("a", "b", "c", "d"), unreliable=("c", "d"))
+    agreed = setup(dict.fromkeys("abcd", told), **there)
+    assert len(agreed.members) == 4 and agreed.excluded == ()
 
 
 def test_who_sits_out_is_in_no_group_that_can_go_on_without_it() -> None:

@@ -398,23 +398,46 @@ def test_a_replica_follows_the_bells_to_a_later_round(
     assert keeper.round == now_in
 
 
-@pytest.mark.parametrize(("last_record", "number"), [(2, 4), (3, 4), (9, 10), (2**52, 100_005)])
-def test_a_record_leads_to_the_round_after_it_and_not_beyond_all_numbers(
-    last_record: int, number: int
+def follow_records(
+    keeper: RoundKeeper, view: SwarmView, *, inner_step: int = 10, run_record: int, now: float = NOW
 ) -> None:
-    keeper, view = keeper_of(first=4), SwarmView(me="me", replicas=heads_in(me=4, a=4, b=4))
     keeper.follow(
         view,
-        replica(10),
-        NOW,
+        replica(inner_step),
+        now,
         head="me",
-        last_record=last_record,
+        last_record=3,
+        run_record=run_record,
         inner_steps=10,
         tokens=1,
         undecided=False,
     )
+
+
+@pytest.mark.parametrize(("run_record", "number"), [(2, 4), (3, 4), (9, 10), (2**53 - 1, 68)])
+def test_a_record_leads_to_the_round_after_it_and_none_beyond_all_numbers(
+    run_record: int, number: int
+) -> None:
+    clock, view = TestClock(), SwarmView(me="me", replicas=heads_in(me=4, a=4, b=4))
+    keeper = keeper_of(clock, first=4)
+    clock.now += 60.0
+    for _ in range(3):
+        follow_records(keeper, view, run_record=run_record)
     assert keeper.round == number
-    assert [bell.round for bell in keeper.bells] == [number], "its inner steps count there"
+    (bell,) = keeper.bells
+    assert bell.round == number, "its inner steps count there"
+    assert bell.round_s == 60.0, "and the time that they took"
+
+
+def test_a_record_of_another_stage_leads_nobody_away_from_a_group_that_may_still_meet() -> None:
+    keeper = keeper_of(first=4)
+    follow(keeper, 10)  # alone it rings, and the time is known
+    due = keeper.send_due(NOW) or pytest.fail("no time")
+    meets_until = due[1] + MEETING_S
+    follow_records(keeper, VIEW, run_record=4, now=meets_until - 0.1)
+    assert keeper.send_due(NOW) == due
+    follow_records(keeper, VIEW, inner_step=0, run_record=4, now=meets_until + 0.1)
+    assert keeper.round == 5
 
 
 def test_a_joiner_starts_in_the_current_round() -> None:

@@ -13,10 +13,10 @@ from benchmarks.simulation.dht import SimulatedSwarm
 from benchmarks.simulation.liars import MEMBER_LIES, Lying, Who
 from benchmarks.simulation.peer import SimulatedPeer
 from benchmarks.simulation.schedules import schedule
-from benchmarks.simulation.strangers import FAR_ROUNDS
 from benchmarks.simulation.world import TOKENS_PER_STEP, Fault, Outcome, Scenario, World
 from dilocox.dht.records import ReplicaRecord
 from dilocox.peer.averaging.loop_status import LoopStatus
+from dilocox.peer.rounds.round_end import MAX_AHEAD
 
 APPLY = pytest.mark.parametrize("apply", ["arrival", "round_end"])
 
@@ -128,6 +128,15 @@ def unharmed(outcome: Outcome) -> bool:
     return outcome.one_chain and taken == (0, 0, 0.0, 0)
 
 
+def test_members_that_fall_silent_in_turns_stop_the_others_for_two_rounds_at_most() -> None:
+    """One in the first attempt of each round, another one in the second: no record said so."""
+    lying = Lying(who="member", how="turns", members=2, after=LIES_AFTER)
+    steps = (1.0, 1.1, 1.2, 1.3, 1.4, 1.5)
+    outcome = lied_to("member", "turns", step_s=steps, joins=(), rounds=20, lying=lying)
+    assert outcome.one_chain and not outcome.false_records and not outcome.left
+    assert outcome.committed >= outcome.rounds - 4
+
+
 @pytest.mark.parametrize("how", MEMBER_LIES)
 def test_a_member_that_lies_is_not_followed_and_stops_no_round(how: str) -> None:
     outcome = lied_to("member", how)
@@ -177,7 +186,7 @@ def test_a_run_that_a_bootstrap_stopped_goes_on_when_it_stops_to_lie() -> None:
 
 
 def test_a_bootstrap_that_leads_a_run_through_far_numbers_stops_no_round() -> None:
-    rounds = 12 + 6 * FAR_ROUNDS
+    rounds = 12 + 6 * MAX_AHEAD
     outcome = lied_to("bootstrap", "far run", rounds=rounds)
     assert unharmed(outcome)
     assert outcome.committed >= 11

@@ -298,6 +298,7 @@ def lie(step_s: float, how: str) -> None:
     how: "sends", ten times the opposite of what was learnt; "reduces", likewise of what the others
     sent, to all alike; "splits", gives half of the others another mean than the other half, and
     does not vote; "leaves", goes away in the middle of every exchange, and comes to the next;
+    "leaves 0" and "leaves 1", likewise, of the first attempts of rounds, or of the second ones;
     "states", what no ticket is, to each group; "leads", gathers every group as the earliest, and
     gives each member another ticket of its own;
     "intrudes", takes part without being admitted, and takes anybody for admitted.
@@ -362,8 +363,12 @@ def lie(step_s: float, how: str) -> None:
     def nonsense(self: Ticket, last: Collection[str]) -> list[object]:
         return ["what", "no", "ticket", "is"]
 
+    exchanging, among = exchange.Attempt.exchange_parts, how.removeprefix("leaves ")
+
     async def leave(self: exchange.Attempt) -> bytes | None:
-        await asyncio.sleep(3600.0)
+        if among.isdigit() and self.ballots.ballot.attempt != int(among):
+            return await exchanging(self)
+        return await asyncio.sleep(3600.0)
 
     match how:
         case "sends":

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.swarm.conftest import StartSwarm
-from tests.swarm.harness import ProcessSwarm
+from tests.swarm.harness import Peer, ProcessSwarm
 from tests.swarm.processes import family
 
 STEP_S = 0.05
@@ -68,6 +68,71 @@ def test_a_stage_that_loses_all_its_peers_goes_on_from_what_the_bootstrap_keeps(
     swarm.run_command("export", *arguments, limit_s=120)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) == 2
+
+
+@pytest.mark.swarm
+@pytest.mark.timeout(900)
+def test_after_a_power_cut_all_go_on_from_the_newest_records_and_from_the_bootstraps_disk_alone(
+    start_swarm: StartSwarm,
+) -> None:
+    swarm = start_swarm(stages=2, rounds={"inner_steps": 20})
+    first = [swarm.add_peer(stage=stage, step_s=STEP_S) for stage in (0, 0, 1, 1)]
+    swarm.wait_for_rounds(3, TRAIN_LIMIT_S)
+
+    kill_all(swarm, first)
+    newest = {stage: newest_round(swarm, stage) for stage in range(2)}
+    began = time.time()
+    swarm.restart_bootstrap()
+    for peer in first:
+        swarm.restart(peer)
+    tell_going_on(swarm, first, newest, began)
+    swarm.wait_for_rounds(2, TRAIN_LIMIT_S, of=first)
+
+    kill_all(swarm, first)
+    kept = {stage: max(swarm.archived(stage)) for stage in range(2)}
+    lost = {stage: newest_round(swarm, stage)[0] - kept[stage] for stage in range(2)}
+    print(f"rounds by stage that only the peers' disks had: {lost}")
+    held = {stage: (number, tokens_behind(swarm, stage, number)) for stage, number in kept.items()}
+    for peer in first:
+        shutil.rmtree(peer.state)
+        swarm.peers.remove(peer)  # what it told of the rounds that are lost does not count
+    began = time.time()
+    swarm.restart_bootstrap()
+    others = [swarm.add_peer(stage=stage, step_s=STEP_S) for stage in (0, 0, 1, 1)]
+    tell_going_on(swarm, others, held, began)
+
+
+def kill_all(swarm: ProcessSwarm, peers: list[Peer]) -> None:
+    """All processes of the run at once, as a power cut does."""
+    for peer in peers:
+        swarm.kill(peer)
+    swarm.kill_bootstrap()
+    for peer in peers:
+        swarm.wait_until_gone(peer)
+    swarm.look()
+
+
+def newest_round(swarm: ProcessSwarm, stage: int) -> tuple[int, int]:
+    """Of those that a stage's peers told of, and its chain's tokens."""
+    number = max(swarm.chain(stage))
+    return number, tokens_behind(swarm, stage, number)
+
+
+def tokens_behind(swarm: ProcessSwarm, stage: int, number: int) -> int:
+    told = [line for peer in swarm.of_stage(stage) for line in peer.rounds]
+    return next(line["chain_tokens"] for line in told if line["round"] == number)
+
+
+def tell_going_on(
+    swarm: ProcessSwarm, peers: list[Peer], held: dict[int, tuple[int, int]], began: float
+) -> None:
+    """That each peer is in a record after the one that its stage held, on top of its tokens."""
+    for peer in peers:
+        number, tokens = held[peer.stage]
+        line = swarm.wait_for_counted(peer, after_round=number, limit_s=JOIN_LIMIT_S)
+        print(f"{peer.name}: round {number}, then {line['round']} {line['time'] - began:.0f} s on")
+        assert line["chain_tokens"] > tokens, "what was held is done anew"
+    swarm.assert_equal_chains()
 
 
 def kept_states(swarm: ProcessSwarm, stage: int) -> bool:

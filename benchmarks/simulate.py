@@ -47,6 +47,7 @@ from benchmarks.report import Column, Report, parser
 from benchmarks.simulation.liars import ARCHIVE_LIES, MEMBER_LIES, Lying, Who
 from benchmarks.simulation.schedules import every_fifth_round, schedule
 from benchmarks.simulation.world import Outcome, Scenario, World
+from dilocox.peer.rounds.round_end import MAX_AHEAD
 
 HEADS = (4, 8, 32, 128)
 ROUNDS_S = (60.0, 600.0, 3600.0)
@@ -206,6 +207,8 @@ def with_liars(seed: int, rounds: int) -> dict[tuple[str, str, str], Scenario]:
             lied_to = replace(swarm, bootstraps=of, lying=Lying(who=who, how=how))
             if how == "the end":  # stage 0 sees for itself
                 lied_to = replace(lied_to, stages=2, spares=1)
+            if how == "far run" and who == "bootstrap":  # who passes over so many with each record
+                lied_to = replace(lied_to, rounds=(rounds - 6) * (MAX_AHEAD + 1))
             found[who, str(of), how] = lied_to
     return found
 

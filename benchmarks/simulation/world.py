@@ -228,9 +228,9 @@ class World:
 
     def conduct_of(self, name: str) -> Honest:
         """How a peer behaves: of each stage the last ones may lie."""
-        lying, number = self.scenario.lying, self._number(name)
-        member = lying is not None and lying.who == "member"
-        lies = member and self._last - lying.members < number <= self._last
+        lying = self.scenario.lying
+        before = self._last - self._number(name)
+        lies = lying is not None and lying.who == "member" and 0 <= before < lying.members
         return LyingMember(self, name, lying.how) if lying and lies else Honest()
 
     @property

@@ -28,7 +28,7 @@ from dilocox.peer.rounds.group import (
     Plan,
     TooFew,
     attempt_times,
-    blamed_by_most,
+    missed_by_most,
 )
 from dilocox.peer.rounds.rank_choice import facts_of, following_window, next_inner_steps
 from dilocox.peer.rounds.record import Contribution, RecordRefused
@@ -186,11 +186,13 @@ class Meetings:
         views = {peer: frozenset(order.counted) for peer, order in orders.items()}
         order = next(iter(orders.values()))
         last, before = order.last_contributors, () if order.last is None else order.last.standings
-        told = {peer: each.unreliable for peer, each in orders.items()}
-        unreliable = blamed_by_most(told, credits(orders, before, order.plan.round))
-        present = group.keys() - sitting_out(before, order.plan.round) - unreliable
-        if may_start(present, views, last):
+        present = group.keys() - sitting_out(before, order.plan.round)
+        told = {peer: orders[peer].unreliable for peer in present}
+        unreliable = missed_by_most(told, credits(orders, before, order.plan.round))
+        if may_start(present - unreliable, views, last):
+            present -= unreliable
             blamed |= unreliable
+        if may_start(present, views, last):
             for peer in group.keys() - present:
                 group[peer].fail("this peer sits out")
             group = {peer: each for peer, each in group.items() if peer in present}
@@ -368,6 +370,7 @@ class _Exchange:
             certificate=None if record is None else b"certificate",
             abort=abort,
             blamed=self._blamed(peer, heard) if decision.verdict is Verdict.VOID else (),
+            missed=own.missed if own and decision.verdict is Verdict.VOID else (),
             members=tuple(self._group),
             seconds=self._lines.network.timeline.now - self._began - self._codec_s,
             codec_s=self._codec_s,

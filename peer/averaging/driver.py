@@ -53,6 +53,7 @@ LONGEST_LEAD_S = 30.0
 FIRST_GROUPS = 2  # that wait for all who say that they train, where all are new
 STUCK_VOIDS = 3  # in a row, without a new record meanwhile
 GROUP_OVER = "the group's time is over"
+BOTH_VOID = "both attempts were void"
 SLACK_S = 15.0  # beyond all deadlines of an attempt: the averaging process hangs
 FROZEN_S = 3.0  # ticks come every tenth of a second: after such a gap this machine slept
 
@@ -107,7 +108,8 @@ class ExchangeDriver:
         )
         self.voids = 0
         self._in_vain = "", 0  # the newest record, and how many sends were void since
-        self._unreliable: tuple[str, frozenset[str]] = "", frozenset()  # likewise: who was to blame
+        # likewise, whom this peer missed in attempts that were void since
+        self._unreliable: tuple[str, frozenset[str]] = "", frozenset()
         self._waited_in_vain = 0  # sends in a row, whose group others did not come to
 
     @property
@@ -268,8 +270,9 @@ class ExchangeDriver:
         expected = set(counted) - set(job.blamed)
         matchmaking_s = max(0.0, job.scheduled_at - self._clock.time()) + NO_GROUP_S
         matchmaking_s = max(matchmaking_s, deadlines.matchmaking_s + NO_GROUP_S)
+        plan = replace(self._plan(job), attempt=job.attempt)
         order = ExchangeOrder(
-            plan=replace(self._plan(job), attempt=job.attempt),
+            plan=plan,
             scheduled_at=job.scheduled_at,
             matchmaking_limit_s=matchmaking_s,
             tokens=job.facts.tokens,
@@ -286,7 +289,7 @@ class ExchangeDriver:
             alone=alone,
             abort=job.abort,
             blamed=job.blamed,
-            unreliable=tuple(sorted(names)) if on == self._chain.head.digest else (),
+            unreliable=() if job.attempt or on != plan.previous else tuple(sorted(names)),
         )
         logger.debug(
             "round %d, attempt %d: looking for the group of %s, due in %.1f s",
@@ -350,14 +353,14 @@ class ExchangeDriver:
             self._last_exchange_s = result.seconds + result.codec_s
             self._chain.committed(job.round, result.seconds, result.matchmaking_s)
         else:
-            self._blame(result.blamed)
+            self._miss(job, result.missed)
             if job.attempt == 0:
                 self._retry(job, result)
             else:
-                self._void(job, "both attempts were void")
+                self._void(job, BOTH_VOID)
 
-    def _blame(self, peers: Iterable[str]) -> None:
-        (on, names), digest = self._unreliable, self._chain.head.digest
+    def _miss(self, job: _Job, peers: Iterable[str]) -> None:
+        (on, names), digest = self._unreliable, "" if job.plan is None else job.plan.previous
         self._unreliable = digest, (names if on == digest else frozenset()).union(peers)
 
     def _retry(self, job: _Job, result: AttemptResult) -> None:
@@ -380,6 +383,8 @@ class ExchangeDriver:
 
     def _void(self, job: _Job, reason: str, *, certain: bool = True) -> None:
         self.voids += 1
+        if reason != BOTH_VOID:  # who was left out has not seen since who else is at fault
+            self._unreliable = "", frozenset()
         if reason != GROUP_OVER:  # to which a single head that rings too early can bring it
             (on, count), digest = self._in_vain, self._chain.head.digest
             self._in_vain = digest, count + 1 if on == digest else 1

@@ -220,6 +220,12 @@ class Ballots:
         """The winning votes; ValueError where nothing is committed."""
         return certificate(self.ballot, self._held.values(), self.decision.digest or "")
 
+    def missed(self) -> tuple[str, ...]:
+        """Whom this member's own abort says that it missed."""
+        own = (each.vote for each in self._held.values())
+        aborts = (vote for vote in own if vote.voter == self.identity.peer_id and not vote.digest)
+        return next((vote.missed for vote in aborts), ())
+
     def abort(self) -> bytes:
         """This member's own signed abort, for the members of a repeated attempt; empty if none.
 

@@ -467,6 +467,7 @@ class Attempt:
             certificate=self.ballots.certificate() if chosen is not None else None,
             abort=self.ballots.abort(),
             blamed=self.ballots.blamed() if verdict is Verdict.VOID else (),
+            missed=self.ballots.missed() if verdict is Verdict.VOID else (),
             members=self._group.members,
             seconds=time.monotonic() - self._started - self._codec_s,
             codec_s=self._codec_s,

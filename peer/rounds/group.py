@@ -42,7 +42,7 @@ from dilocox.peer.rounds.record import (
     part_bytes,
 )
 from dilocox.peer.rounds.standing import credits, most_tokens, sitting_out, voters
-from dilocox.peer.rounds.vote_count import Verdict, may_start
+from dilocox.peer.rounds.vote_count import MAX_MEMBERS, Verdict, may_start
 
 PHASE_SHARE = 0.25  # of the exchange's time that a phase has whatever its bytes
 
@@ -158,6 +158,7 @@ class AttemptResult:
     certificate: bytes | None = field(repr=False)
     abort: bytes = field(repr=False)  # this member's own, signed, for a repeated attempt
     blamed: tuple[str, ...] = ()  # whom that would leave out, as far as this member knows
+    missed: tuple[str, ...] = ()  # by this member itself, where the attempt was void
     members: tuple[str, ...]
     seconds: float  # of the exchange, without what this member's codec took meanwhile
     codec_s: float = 0.0
@@ -166,7 +167,7 @@ class AttemptResult:
 
 
 MAX_COUNTED = 1024  # peers that a ticket may name
-MAX_UNRELIABLE = 64  # likewise
+MAX_UNRELIABLE = MAX_MEMBERS  # likewise
 TICKET_BYTES, TICKET_BYTES_OF_PEER = 8 << 10, 128
 MAX_TICKETS_BYTES = LEADER_BYTES // 2  # of a group, which its leader tells each member
 MAX_TIME_S = 1e6
@@ -225,7 +226,7 @@ class Ticket(SendFacts):
     codec_s: float = 0.0  # that it computes at the start of a phase, at most
     expected: int | None  # members with which its group is whole; None: it does not know
     abort: bytes  # its signed one of the attempt before, empty if there is none
-    # whom it blames for attempts that were void since the last record
+    # whom it missed itself in attempts that were void since the last record; of a first attempt
     unreliable: tuple[str, ...] = ()
     client_mode: bool = False
 
@@ -380,7 +381,7 @@ def attempt_setup(
 
     A repeated attempt leaves out the peers that the signed aborts of the first one blame. Whoever
     was left out, or unheard, again and again sits out, where the others can go on without it; so
-    does whom most voters blame for attempts since the last record: two that fall silent in turns
+    does whom most voters missed in attempts since the last record: two that fall silent in turns
     would void both of every round, and no record would say so. Who states another plan, or no
     tokens, is left out: all have the same tickets, and one that makes no sense stops nobody. Where
     more come than a record holds, those who were in the most records stay. `group`: the id of the
@@ -414,10 +415,13 @@ def attempt_setup(
         raise GroupRefused("what the others heard of this peer is not what it stated")
     # whoever is here counts itself: one that counts nobody stops no group
     views = {peer: ticket.resolved(tickets) | {peer} for peer, ticket in tickets.items()}
-    unreliable = blamed_by_most({peer: each.unreliable for peer, each in tickets.items()}, credited)
-    present = tickets.keys() - sitting_out(before, plan.round) - unreliable
-    if may_start(present, views, order.last_contributors):
+    present = tickets.keys() - sitting_out(before, plan.round)
+    told = {peer: tickets[peer].unreliable for peer in present}
+    unreliable = missed_by_most(told, credited)
+    if may_start(present - unreliable, views, order.last_contributors):
+        present -= unreliable
         excluded += sorted(unreliable)
+    if may_start(present, views, order.last_contributors):
         if me not in present:
             raise GroupRefused(
                 "this peer sits out: exchanges with it had to be repeated, or most of what it sent "
@@ -486,15 +490,15 @@ def attempt_setup(
     )
 
 
-def blamed_by_most(told: Mapping[str, Collection[str]], credited: Mapping[str, int]) -> set[str]:
-    """Those of a group that more than half of its voters blame. told: by member, whom it does, by
+def missed_by_most(told: Mapping[str, Collection[str]], credited: Mapping[str, int]) -> set[str]:
+    """Those of a group that more than half of its voters missed. told: by member, whom it did, by
     name or hash."""
     voting = voters({peer: credited[peer] for peer in told})
     names = {name: peer for peer in told for name in (peer, _named(_short(peer)))}
-    blamed = Counter[str]()
+    missed = Counter[str]()
     for peer in voting:
-        blamed.update({names[name] for name in told[peer] if name in names})
-    return {peer for peer, count in blamed.items() if 2 * count > len(voting)}
+        missed.update({names[name] for name in told[peer] if name in names})
+    return {peer for peer, count in missed.items() if 2 * count > len(voting)}
 
 
 def tokens_cap(manifest: Manifest) -> int:

@@ -251,7 +251,7 @@ class RoundKeeper:
         self._lock = threading.Lock()
         self._began = clock.monotonic()
         self._lasted_s = 0.0  # the round before
-        self._carried_s = 0.0  # of it, where its steps count in this one
+        self._carried_s = 0.0  # of earlier ones, whose steps count in this one
         self._finished = False
         self._heads: Heads = None  # that count
         self._head = ""  # of the replica that this peer is in
@@ -366,9 +366,14 @@ class RoundKeeper:
         with self._lock:
             self._heads, self._head = heads, head
             self._hear(view)
-            following = self._after(min(run_record, last_record + MAX_AHEAD), now)
+            following = min(run_record, last_record + MAX_AHEAD) + 1
+            if following == self.round + 1 and last_record < self.round:
+                # its own stage has none: where the group may still meet, a send is in time
+                times = self._view(self.round, view, own).schedule(now)
+                if times is not None and now <= times.scheduled_at + self._meeting_s:
+                    following = self.round
             if (newest := max(self._led_to(view, own), following)) > self.round:
-                carried_s = self.lasted_s
+                carried_s = 0.0 if own is None else self.lasted_s + self._carried_s
                 self._go_to(newest)
                 self._carried_s = carried_s
             here = self._here
@@ -423,13 +428,6 @@ class RoundKeeper:
             if 2 * len(there) >= max(1, len(replicas)):
                 return newest
         return self.round
-
-    def _after(self, record: int, now: float) -> int:
-        """The round to go to because there is a record of that one. Where that is this peer's own,
-        and its stage's group may still meet, its send may still be in time."""
-        times = self._here.times
-        meets = times is not None and now <= times.scheduled_at + self._meeting_s
-        return self.round if record == self.round and meets else record + 1
 
     def _set_times(self, view: SwarmView, own: ReplicaRecord | None, now: float) -> None:
         for number, known in list(self._known.items()):

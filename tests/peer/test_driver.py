@@ -326,11 +326,11 @@ def last_record(*members: str, credited: int = 1) -> Any:
 
 
 def result(
-    verdict: Verdict, record: bytes | None = None, blamed: tuple[str, ...] = ()
+    verdict: Verdict, record: bytes | None = None, missed: tuple[str, ...] = ()
 ) -> AttemptResult:
     return AttemptResult(
         verdict=verdict,
-        blamed=blamed,
+        missed=missed,
         record=record,
         certificate=None,
         abort=b"",
@@ -340,22 +340,30 @@ def result(
     )
 
 
-def test_who_is_to_blame_for_void_attempts_is_named_until_there_is_a_record(world: World) -> None:
-    """Also with the sends of later rounds: who falls silent in turns would stop them all."""
-    for blamed in ("first", "second"):
+@pytest.mark.parametrize("refused", [False, True])
+def test_who_was_missed_in_void_attempts_is_named_until_there_is_a_record_or_too_few_came(
+    world: World, refused: bool
+) -> None:
+    """Also with the sends of later rounds: who falls silent in turns would stop them all. But of
+    those that are left out nobody sees who else is at fault."""
+    for missed in ("first", "second"):
         answer, world.answer = world.answer, Future()
-        answer.set_result(result(Verdict.VOID, blamed=(blamed,)))
+        answer.set_result(result(Verdict.VOID, missed=(missed,)))
         world.tick_for(60.0)
     world.driver.submit(1, FACTS, scheduled_at=world.clock.now, states_taken=0)
     world.tick()
     assert [order.plan.attempt for order in world.orders] == [0, 1, 0]
     named = [order.unreliable for order in world.orders]
-    assert named == [(), ("first",), ("first", "second")]
+    assert named == [(), (), ("first", "second")]
     answer, world.answer = world.answer, Future()
-    answer.set_result(result(Verdict.COMMITTED, b"record"))
-    world.tick()
-    world.driver.closed_by_chain(1)
-    world.chain.head.digest = "b" * 64
+    if refused:
+        answer.set_exception(TooFew("of those that must be there"))
+        world.tick()
+    else:
+        answer.set_result(result(Verdict.COMMITTED, b"record"))
+        world.tick()
+        world.driver.closed_by_chain(1)
+        world.chain.head.digest = "b" * 64
     world.driver.submit(2, FACTS, scheduled_at=world.clock.now, states_taken=0)
     world.tick()
     assert world.orders[-1].unreliable == ()

@@ -365,11 +365,11 @@ def test_the_record_of_a_repeated_attempt_remembers_whom_it_left_out(
 
 
 @pytest.mark.parametrize(
-    ("blaming", "left_out"),
+    ("missing", "left_out"),
     [("", False), ("ab", False), ("abc", True), ("abd", True), ("abcd", True)],
 )
-def test_whom_most_voters_blame_for_void_attempts_is_left_out_and_remembered(
-    blaming: str, left_out: bool
+def test_whom_most_voters_missed_in_void_attempts_is_left_out_and_remembered(
+    missing: str, left_out: bool
 ) -> None:
     """Each says so by itself, of names that others need not know; a new key says nothing."""
     known = tuple(Standing(peer=peer, round=PLAN.round - 1, credited=9) for peer in "abcd")
@@ -377,12 +377,28 @@ def test_whom_most_voters_blame_for_void_attempts_is_left_out_and_remembered(
     order = order_of(unreliable=("d", "gone"), **there)
     told = Ticket.unpack(order.ticket().pack("abcd"), "abcd", client_mode=False)
     quiet = replace(told, unreliable=())
-    tickets = {peer: told if peer in blaming else quiet for peer in "abcd"} | {"new": told}
+    tickets = {peer: told if peer in missing else quiet for peer in "abcd"} | {"new": told}
     agreed = setup(tickets, **there)
     assert agreed.excluded == (("d",) if left_out else ())
     assert ("d" in {member.peer for member in agreed.members}) is not left_out
     if left_out:
         assert "sits out" in refusal(tickets, "d", **there)
+
+
+def test_who_sits_out_says_nothing_of_others_and_stays_out_where_too_few_would_be_left() -> None:
+    away = {"times": 2, "left_out": PLAN.round - 1}
+    known = tuple(
+        Standing(peer=peer, round=PLAN.round - 1, credited=9, **(away if peer in "ef" else {}))
+        for peer in "abcdef"
+    )
+    there: dict[str, Any] = {"last": template(standings=known), "last_contributors": tuple("abcd")}
+    told = replace(TICKET, counted=tuple("abcd"), unreliable=("d",))
+    quiet = replace(told, unreliable=())
+    agreed = setup(dict.fromkeys("ab", quiet) | dict.fromkeys("cdef", told), **there)
+    assert [member.peer for member in agreed.members] == list("abcd"), "two of four missed it"
+    agreed = setup(dict.fromkeys("abcdef", replace(told, unreliable=("c", "d"))), **there)
+    assert [member.peer for member in agreed.members] == list("abcd"), "two of four are too few"
+    assert agreed.excluded == ()
 
 
 def test_nobody_is_left_out_for_void_attempts_where_too_few_would_be_left() -> None:

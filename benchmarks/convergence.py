@@ -51,7 +51,7 @@ from benchmarks.convergence_rules import (
     setting,
 )
 from benchmarks.convergence_runs import Runner, gaps, halfwidth, mean, tune
-from benchmarks.report import Column, Report, parser
+from benchmarks.report import SPREAD, Column, Report, parser
 from benchmarks.simulated_swarm import Outcome, World, fp16_bytes
 
 FIRST_SEED = 20  # of the tables
@@ -95,11 +95,18 @@ def print_table(world: World, found: Mapping[str, Sequence[Outcome]], report: Re
         sent = mean([outcome.bytes_sent for outcome in outcomes])
         rule = outcomes[0].trial.rule
         rank = mean([mean(outcome.ranks) for outcome in outcomes if outcome.ranks] or [0])
-        loss = f"{mean(losses):.3f} ±{halfwidth(losses):.3f}"
-        gap = f"{mean(over):+.1%} ±{halfwidth(over):.1%}"
-        rows.append((name, codec(rule, rank), setting(rule), loss, gap, sent / 1e6, sent / fp16))
-    columns = [Column(name) for name in ("rule", "codec", "tuned", "loss", "over DiLoCo")]
-    report.table([*columns, Column("MB", ".1f"), Column("fp16", share)], rows)
+        apart = mean(losses), halfwidth(losses), mean(over), halfwidth(over)
+        rows.append((name, codec(rule, rank), setting(rule), *apart, sent / 1e6, sent / fp16))
+    columns = [
+        *(Column(name) for name in ("rule", "codec", "tuned")),
+        Column("loss", ".3f"),
+        Column(SPREAD, ".3f"),
+        Column("over DiLoCo", "+.1%"),
+        Column(SPREAD, ".1%"),
+        Column("MB", ".1f"),
+        Column("fp16", share),
+    ]
+    report.table(columns, rows)
     report.say(f"{', '.join(REFERENCES)}: over {MUON}")
 
 
@@ -130,14 +137,14 @@ def print_scaling(runner: Runner, seeds: Sequence[int], report: Report) -> None:
         found = runner.compare(world, rows, seeds)
         over = {name: gaps(outcomes, found[SYNCHRONOUS]) for name, outcomes in found.items()}
         sent = mean([outcome.bytes_sent for outcome in found[ADAPTIVE]])
-        gap = [f"{mean(over[name]):+.1%} ±{halfwidth(over[name]):.1%}" for name in compared]
+        gap = [figure(over[name]) for name in compared for figure in (mean, halfwidth)]
         loss = mean([outcome.loss for outcome in found[SYNCHRONOUS]])
         made.append((label, loss, *gap, sent / fp16_bytes(world)))
     report.table(
         [
             Column("world"),
             Column(SYNCHRONOUS, ".3f"),
-            *(Column(name) for name in compared),
+            *(each for name in compared for each in (Column(name, "+.1%"), Column(SPREAD, ".1%"))),
             Column("bytes adaptive", share),
         ],
         made,

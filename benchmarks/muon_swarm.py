@@ -1,14 +1,15 @@
 """Muon in a real swarm: its dense codecs beside synchronous Muon, and beside AdamW.
 
-    python benchmarks/muon_swarm.py [--tokens 600000] [--large] [--only NAME ...] [--quick]
-                                    [--out DIR]
+    python benchmarks/muon_swarm.py [--tokens 600000] [--large] [--muon-rate 4e-3]
+                                    [--only NAME ...] [--quick] [--out DIR]
 
 Two replicas of two stages, four real peers (`dilocox peer`) of one thread on loopback, train a
 Llama of 3.4 million parameters over bytes (--large: showcase.py's 10.9 million) on the source of
 Python's standard library. A row is a run.yaml: synchronous Muon with 16 bits, Muon overlapped with
-4 and 2 bits, synchronous AdamW, and AdamW as a run.yaml that names no codec has it. H is 60 for
-all, learning rates are the manifest's. Rows run one after another until the chain of stage 0 has so
-many tokens.
+4 and 2 bits, synchronous AdamW, and AdamW with the codec of a run.yaml that names none. H is 60 for
+all; the inner learning rates are 0.001 for AdamW, and for Muon what --muon-rate says, to be tried
+with its first row; the outer steps are those that convergence.py found for either. Rows run one
+after another until the chain of stage 0 has so many tokens.
 
 The loss is that of anchors on held-out windows, as the heads tell it: at the tokens that all rows
 reached, between the two records around them. A swarm is no simulation: when a record arrives
@@ -29,6 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import showcase
+from benchmarks.convergence_rules import MUON, SYNCHRONOUS, TUNED
 from benchmarks.report import Column, Report, parser
 from tests.swarm.exchange_costs import WIDE_MODEL
 from tests.swarm.harness import ProcessSwarm, memory_folder
@@ -41,16 +43,9 @@ ROUND_TOKENS = REPLICAS * INNER_STEPS * BATCH["sequence_length"] * BATCH["microb
 INNER = {"learning_rate": 1e-3, "schedule": "constant", "warmup_tokens": ROUND_TOKENS}
 START_LIMIT_S = 240.0
 LEAST_TOKENS_PER_S = 300.0  # a run that is slower hangs
-MUON = {"inner": {"optimizer": "muon"}}
-SYNCHRONOUS = {"outer": {"merge": "none"}, "codec": {"scheme": "dense", "bits": 16}}
+MUON_RATE = 4e-3
 REFERENCE = "Muon, synchronous"
-ROWS: dict[str, dict[str, Any]] = {
-    REFERENCE: MUON | SYNCHRONOUS,
-    "Muon, 4 bit": MUON | {"codec": {"scheme": "dense", "bits": 4}},
-    "Muon, 2 bit": MUON | {"codec": {"scheme": "dense", "bits": 2}},
-    "AdamW, synchronous": SYNCHRONOUS,
-    "AdamW, defaults": {},
-}
+ROWS = (REFERENCE, "Muon, 4 bit", "Muon, 2 bit", "AdamW, synchronous", "AdamW, defaults")
 
 
 @dataclass(frozen=True)
@@ -65,14 +60,33 @@ class Run:
     voids: int
 
 
-def description(row: dict[str, Any], model: dict[str, Any], steps: int) -> dict[str, Any]:
+def sections(name: str, muon_rate: float) -> dict[str, dict[str, Any]]:
+    """What a row's run.yaml has that others have not."""
+    muon, bits = name.startswith("Muon"), {"4 bit": 4, "2 bit": 2}
+    learning_rate, momentum = TUNED[MUON if muon else SYNCHRONOUS]
+    outer: dict[str, Any] = {"learning_rate": learning_rate, "momentum": momentum}
+    found: dict[str, dict[str, Any]] = {"outer": outer, "inner": {}}
+    if muon:
+        found["inner"] = {"optimizer": "muon", "muon_learning_rate": muon_rate}
+    codec = name.partition(", ")[2]
+    if codec == "synchronous":
+        outer["merge"] = "none"
+        found["codec"] = {"scheme": "dense", "bits": 16}
+    elif codec in bits:
+        found["codec"] = {"scheme": "dense", "bits": bits[codec]}
+    return found
+
+
+def description(
+    row: dict[str, dict[str, Any]], model: dict[str, Any], steps: int
+) -> dict[str, Any]:
     """The run.yaml of a row."""
     return run_manifest(
         model=model,
         stages=STAGES,
         data={"held_out_windows": 32},
         batch=BATCH,
-        inner=INNER | row.get("inner", {}),
+        inner=INNER | row["inner"],
         rounds=fixed_steps(steps),
         deadlines=USUAL_DEADLINES,
         **{name: section for name, section in row.items() if name != "inner"},
@@ -146,7 +160,8 @@ def main() -> None:
     made = parser(__doc__)
     made.add_argument("--tokens", type=float, default=6e5, help="of the chain, in each row")
     made.add_argument("--large", action="store_true", help="10.9 million parameters")
-    made.add_argument("--only", nargs="+", choices=tuple(ROWS), help="of the rows these alone")
+    made.add_argument("--muon-rate", type=float, default=MUON_RATE, help="Muon's learning rate")
+    made.add_argument("--only", nargs="+", choices=ROWS, help="of the rows these alone")
     report, arguments = Report.parse(made, "muon-swarm")
     model, tokens, steps = WIDE_MODEL, arguments.tokens, INNER_STEPS
     if arguments.large:
@@ -154,8 +169,9 @@ def main() -> None:
     if arguments.quick:
         model, tokens, steps = MODEL, 3.0 * ROUND_TOKENS * QUICK_STEPS / INNER_STEPS, QUICK_STEPS
     found = dict[str, Run]()
-    for name in arguments.only or (ROWS if not arguments.quick else list(ROWS)[:2]):
-        found[name] = run(description(ROWS[name], model, steps), tokens)
+    for name in arguments.only or (ROWS if not arguments.quick else ROWS[:2]):
+        row = sections(name, arguments.muon_rate)
+        found[name] = run(description(row, model, steps), tokens)
         reached, loss = found[name].losses[-1]
         report.say(f"{name}: loss {loss:.4f} after {reached:,.0f} tokens")
     show(found, report)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from benchmarks.convergence_rules import WORLD, rules
 from benchmarks.convergence_runs import Runner, gaps, halfwidth, mean
-from benchmarks.report import Column, Report
+from benchmarks.report import SPREAD, Column, Report
 from benchmarks.simulated_swarm import Outcome, Rule, World, fp16_bytes
 
 ROUNDS = 40  # two thirds of the main table's, so that all parts fit into minutes
@@ -67,13 +67,15 @@ class Study:
         found = self.runner.run_worlds(rows, self.seeds)
         columns = (
             Column("", str),
-            Column("loss"),
-            Column("over"),
+            Column("loss", ".3f"),
+            Column(SPREAD, ".3f"),
+            Column("over", "+.1%"),
+            Column(SPREAD, ".1%"),
             Column("tokens", lambda count: f"{count / 1e3:.0f}k"),
             Column("MB", ".2f"),
             Column("of fp16"),
         )
-        lines: list[tuple[str, str, str, int, float, str]] = []
+        lines: list[tuple[str | float | None, ...]] = []
         for name, outcomes in found.items():
             losses = [outcome.loss for outcome in outcomes]
             reference = over if isinstance(over, str) else over.get(name, name)
@@ -83,8 +85,10 @@ class Study:
             lines.append(
                 (
                     name,
-                    f"{mean(losses):.3f} ±{halfwidth(losses):.3f}",
-                    "-" if apart is None else f"{mean(apart):+.1%} ±{halfwidth(apart):.1%}",
+                    mean(losses),
+                    halfwidth(losses),
+                    None if apart is None else mean(apart),
+                    None if apart is None else halfwidth(apart),
                     rows[name][0].tokens,
                     sent / 1e6,
                     f"1/{share:.1f}" if share >= 1 else f"{1 / share:.1f}",

@@ -106,11 +106,11 @@ def run(manifest: dict[str, Any], tokens: float) -> Run:
             told = {e["round"]: e["loss"] for head in heads for e in head.of_kind("validated")}
             return sorted((trained[n], loss) for n, loss in told.items() if n in trained)
 
-        swarm.wait(
-            lambda: any(reached >= tokens for reached, _ in losses()),
-            tokens / LEAST_TOKENS_PER_S,
-            f"{tokens:,.0f} tokens",
-        )
+        def enough() -> bool:
+            reached = any(count >= tokens for count, _ in losses())
+            return reached and all(len(head.rounds) > 1 for head in heads)  # for a rate
+
+        swarm.wait(enough, START_LIMIT_S + tokens / LEAST_TOKENS_PER_S, f"{tokens:,.0f} tokens")
         swarm.assert_equal_chains()
         rounds = heads[0].rounds
         seconds = rounds[-1]["time"] - rounds[0]["time"]

@@ -20,6 +20,8 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from hivemind.utils import MSGPackSerializer  # pyright: ignore[reportMissingTypeStubs]
 
@@ -113,7 +115,8 @@ def ticket_bytes(names: tuple[str, ...]) -> int:
         expected=len(names),
         abort=b"",
     )
-    return len(names) * len(MSGPackSerializer.dumps(ticket.pack(names)))
+    signer: Any = SimpleNamespace(sign=lambda data: bytes(64))  # as long as Ed25519's
+    return len(names) * len(MSGPackSerializer.dumps(ticket.signed(names, 0, signer)))
 
 
 def main() -> None:

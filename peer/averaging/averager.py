@@ -197,7 +197,8 @@ class StageAverager(PeerService, DecentralizedAverager):
         if order.alone:
             return self._exchange_alone()
         # as hivemind's `step` does, which would wait for its process without a deadline
-        ticket = self.serializer.dumps(order.ticket().pack(order.last_contributors))
+        mode, last = self.mode.value, order.last_contributors
+        ticket = self.serializer.dumps(order.ticket().signed(last, mode, self.local.identity))
         now = hivemind_control.get_dht_time()
         step = StepControl(
             scheduled_time=own_time(
@@ -208,7 +209,7 @@ class StageAverager(PeerService, DecentralizedAverager):
             deadline=now + order.matchmaking_limit_s,
             allow_retries=False,
             weight=1.0,
-            data_for_gather=self.serializer.dumps([None, self.mode.value, ticket]),
+            data_for_gather=self.serializer.dumps([None, mode, ticket]),
         )
         started: Any = MPFuture()
         self._outer_pipe.send(("_step", [], {"step": step, "future_for_init": started}))
@@ -362,7 +363,8 @@ class StageAverager(PeerService, DecentralizedAverager):
         def may_lead(peer: str) -> bool:
             return self._admits(peer) and order.may_lead(peer)
 
-        keys = aim(self._matchmaking, key, expected=expected, may_lead=may_lead)
+        leaders = len(order.leaders or order.counted)
+        keys = aim(self._matchmaking, key, expected=expected, may_lead=may_lead, leaders=leaders)
         step.scheduled_time += LATER_S * keys.is_later(self.local.me)
         with contextlib.suppress(Exception):  # `step` has it already, and the caller gets it there
             await super()._step(step=step, future_for_init=future_for_init)
@@ -381,7 +383,11 @@ class StageAverager(PeerService, DecentralizedAverager):
             return
         if request.schema_hash == self._matchmaking.schema_hash:
             try:
-                expect(self._matchmaking, self._asked_with(request.gather).expected)
+                peer = str(context.remote_id)
+                ticket = self._asked_with(request.gather, peer)
+                # whom this peer does not reckon with fills no group: it waits for its time
+                known = peer in self._current_order().counted
+                expect(self._matchmaking, ticket.expected if known else None)
             except GroupRefused as error:  # or all members would have it, each from this peer
                 self.refused.add("ticket")
                 logger.debug("%s may not join: %s", context.remote_id, error)
@@ -401,20 +407,21 @@ class StageAverager(PeerService, DecentralizedAverager):
         blamed = () if self._order is None else self._order.blamed
         return peer not in blamed and self.local.swarm.admits(peer)
 
-    def _asked_with(self, gathered: bytes) -> Ticket:
+    def _asked_with(self, gathered: bytes, peer: str) -> Ticket:
         """The ticket of one that asks to join; GroupRefused if it is none, or too long."""
         followers: Any = self._matchmaking.current_followers
         self._current_order().check_length(gathered, [f.gather for f in followers.values()])
-        return self._ticket(gathered)
+        return self._ticket(gathered, peer)
 
-    def _ticket(self, gathered: bytes) -> Ticket:
+    def _ticket(self, gathered: bytes, peer: str) -> Ticket:
         try:
             _, mode, ticket = cast("list[Any]", self.serializer.loads(gathered))
             stated = self.serializer.loads(ticket)
         except Exception as error:
             raise GroupRefused(f"a ticket cannot be read: {error!r}") from error
         last = self._current_order().last_contributors
-        return Ticket.unpack(stated, last, client_mode=mode == AveragingMode.CLIENT.value)
+        client_mode = mode == AveragingMode.CLIENT.value
+        return Ticket.of_peer(peer, stated, last, mode=mode, client_mode=client_mode)
 
     @in_process
     async def _exchange_alone(self) -> AttemptResult:
@@ -429,7 +436,7 @@ class StageAverager(PeerService, DecentralizedAverager):
         tickets = dict[str, Ticket]()
         for peer, gathered in zip(group_info.peer_ids, group_info.gathered, strict=True):
             try:
-                tickets[str(peer)] = self._ticket(gathered)
+                tickets[str(peer)] = self._ticket(gathered, str(peer))
             except GroupRefused as error:  # all have the same of it, and leave its sender out
                 self.refused.add("ticket")
                 logger.debug("round %d: %s: %s", order.plan.round, peer, error)

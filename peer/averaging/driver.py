@@ -54,6 +54,7 @@ FIRST_GROUPS = 2  # that wait for all who say that they train, where all are new
 STUCK_VOIDS = 3  # in a row, without a new record meanwhile
 GROUP_OVER = "the group's time is over"
 BOTH_VOID = "both attempts were void"
+UNHEARD = "no peer has a record of it: it counts as void"
 SLACK_S = 15.0  # beyond all deadlines of an attempt: the averaging process hangs
 FROZEN_S = 3.0  # ticks come every tenth of a second: after such a gap this machine slept
 
@@ -266,11 +267,13 @@ class ExchangeDriver:
             # two that begin it the operator's archive takes one
             counted = (local.me,)
         known, (on, names) = self._credits(counted), self._unreliable
-        leaders = {peer for peer in voters(known) if known[peer]} - dial_out
+        plan = replace(self._plan(job), attempt=job.attempt)
+        unreliable = names if on == plan.previous else frozenset[str]()
+        proven = {peer for peer in voters(known) if known[peer]} - dial_out
+        leaders = proven - unreliable or proven
         expected = set(counted) - set(job.blamed)
         matchmaking_s = max(0.0, job.scheduled_at - self._clock.time()) + NO_GROUP_S
         matchmaking_s = max(matchmaking_s, deadlines.matchmaking_s + NO_GROUP_S)
-        plan = replace(self._plan(job), attempt=job.attempt)
         order = ExchangeOrder(
             plan=plan,
             scheduled_at=job.scheduled_at,
@@ -289,7 +292,7 @@ class ExchangeDriver:
             alone=alone,
             abort=job.abort,
             blamed=job.blamed,
-            unreliable=() if job.attempt or on != plan.previous else tuple(sorted(names)),
+            unreliable=() if job.attempt else tuple(sorted(unreliable)),
         )
         logger.debug(
             "round %d, attempt %d: looking for the group of %s, due in %.1f s",
@@ -347,6 +350,7 @@ class ExchangeDriver:
             or (result.verdict is Verdict.COMMITTED and result.record is None)
         ):
             if not job.undecided:
+                self._miss(job, () if result is None else result.missed)
                 self._leave_open(job)
         elif result.verdict is Verdict.COMMITTED:
             self._waited_in_vain = 0
@@ -376,14 +380,15 @@ class ExchangeDriver:
     def _ask(self, job: _Job) -> None:
         now = self._clock.monotonic()
         if now > job.limit:
-            self._void(job, "no peer has a record of it: it counts as void", certain=False)
+            self._void(job, UNHEARD, certain=False)
         elif now - job.asked_at > self._deadlines.heartbeat_s / 2:
             job.asked_at = now
             job.future = self._averager.settle(job.round, job.attempt)
 
     def _void(self, job: _Job, reason: str, *, certain: bool = True) -> None:
         self.voids += 1
-        if reason != BOTH_VOID:  # who was left out has not seen since who else is at fault
+        # who was left out has not seen since who else is at fault
+        if reason not in (BOTH_VOID, UNHEARD):
             self._unreliable = "", frozenset()
         if reason != GROUP_OVER:  # to which a single head that rings too early can bring it
             (on, count), digest = self._in_vain, self._chain.head.digest

@@ -50,19 +50,24 @@ def own_time(scheduled_at: float, now: float, *, may_lead: bool = True) -> float
 
 
 def aim(
-    matchmaking: Any, key: str, *, expected: int | None, may_lead: Callable[[str], bool]
+    matchmaking: Any,
+    key: str,
+    *,
+    expected: int | None,
+    may_lead: Callable[[str], bool],
+    leaders: int,
 ) -> PlanKeys:
     """Look for the group of a plan (`key`, in hex); peers with another one are not found.
 
     expected: members with which the group closes before its time; None: it waits for its time.
-    may_lead: whether to join a group that a peer (its id) gathers.
+    may_lead: whether to join a group that a peer (its id) gathers. leaders: how many may.
     """
     if not isinstance(matchmaking.group_key_manager, PlanKeys):
         matchmaking.group_key_manager = PlanKeys(matchmaking.group_key_manager)
         _note_leaders(matchmaking, matchmaking.group_key_manager)
     matchmaking.schema_hash = bytes.fromhex(key)
     keys: PlanKeys = matchmaking.group_key_manager
-    keys.aim(key, may_lead)
+    keys.aim(key, may_lead, leaders)
     matchmaking.target_group_size = None if expected is None else max(2, expected)
     return keys
 
@@ -77,13 +82,20 @@ def expect(matchmaking: Any, expected: int | None) -> None:
 def _note_leaders(matchmaking: Any, keys: PlanKeys) -> None:
     """Let the keys know who gathers this peer's groups."""
     follow, lead = matchmaking._request_join_group, matchmaking.leader_assemble_group
+    asked: list[str] = []  # by whom it was sent on, the first one first
 
     async def following(leader: PeerID) -> Any:
-        keys.led_by = str(leader)
-        return await follow(leader)
+        if not keys.may_lead(str(leader)):  # whom a leader names that has found another one
+            return None
+        asked.append(str(leader))
+        keys.led_by = tuple(asked)
+        try:
+            return await follow(leader)
+        finally:
+            asked.pop()
 
     async def leading() -> Any:
-        keys.led_by = str(matchmaking.peer_id)
+        keys.led_by = (str(matchmaking.peer_id),)
         return await lead()
 
     matchmaking._request_join_group, matchmaking.leader_assemble_group = following, leading
@@ -94,10 +106,13 @@ class PlanKeys(GroupKeyManager):
 
     Who gathered a group that came to nothing, whoever's fault that was, is later than all others in
     the next 2, 4, 8, ... groups: it may have told each member something else. Only of the last such
-    leader that is remembered, so that of two that fail in turn one always leads.
+    leaders that is remembered, fewer than half of those that may lead, or of two one: so that one
+    always leads.
 
     Attributes:
-        led_by: peer id of who gathered the group, or was the last that this peer asked to.
+        may_lead: whether to join the groups that a peer gathers.
+        led_by: peer ids: of who gathered the group or was the last that this peer asked to, and
+            before it of who sent this peer on to it, as it could to anybody.
     """
 
     def __init__(self, of: GroupKeyManager):
@@ -106,34 +121,39 @@ class PlanKeys(GroupKeyManager):
         self._dht: Any = of.dht  # with futures, as it is asked here, hivemind types it wrongly
         self._plain_prefix = of.prefix
         self._pause_s = 0.0
-        self._may_lead: Callable[[str], bool] = lambda peer: False
-        self.led_by = ""
+        self.may_lead: Callable[[str], bool] = lambda peer: False
+        self.led_by: tuple[str, ...] = ()
         self._groups = 0  # that were looked for
         self._failed = Counter[str]()
-        self._later = "", 0  # the last that failed, up to which group
+        self._later = dict[str, int]()  # who failed, the last one last, up to which group
+        self._most_later = 1
 
-    def aim(self, key: str, may_lead: Callable[[str], bool]) -> None:
+    def aim(self, key: str, may_lead: Callable[[str], bool], leaders: int) -> None:
         """From now on it is the plan with this key; the first search waits for nothing."""
-        self._may_lead = may_lead
-        self.led_by = ""
+        self.may_lead = may_lead
+        self._most_later = max(1, (leaders - 1) // 2)
+        self.led_by = ()
         self._groups += 1
         self.prefix = f"{self._plain_prefix}-{key[:24]}"
         self._pause_s = 0.0
 
     def ended(self, *, committed: bool) -> None:
         """The exchange of the group is over, or none stood."""
-        leader = self.led_by
         if committed:
-            del self._failed[leader]
-        elif leader:
+            for leader in self.led_by:
+                del self._failed[leader]
+            return
+        for leader in reversed(self.led_by):
             self._failed[leader] += 1
             doublings = min(self._failed[leader], MOST_DOUBLINGS)
-            self._later = leader, self._groups + 2**doublings
+            self._later.pop(leader, None)
+            self._later[leader] = self._groups + 2**doublings
 
     def is_later(self, peer: str) -> bool:
-        """Whether the last group that failed was this peer's, and others gather the next ones."""
-        leader, until = self._later
-        return peer == leader and self._groups <= until
+        """Whether one of the last groups that failed was this peer's, and others gather the next
+        ones."""
+        last = list(self._later)[-self._most_later :]
+        return peer in last and self._groups <= self._later[peer]
 
     async def get_averagers(self, group_key: str, only_active: bool) -> list[Any]:
         """Peer ids and expirations (run time) of those that have declared themselves under the key.
@@ -148,7 +168,7 @@ class PlanKeys(GroupKeyManager):
         return [
             (peer, declared.expiration_time + EARLY_S * self.is_later(str(peer)))
             for peer, declared in ((PeerID(name), each) for name, each in found.value.items())
-            if (declared.value or not only_active) and self._may_lead(str(peer))
+            if (declared.value or not only_active) and self.may_lead(str(peer))
         ]
 
     async def declare_averager(

@@ -467,7 +467,7 @@ class Attempt:
             certificate=self.ballots.certificate() if chosen is not None else None,
             abort=self.ballots.abort(),
             blamed=self.ballots.blamed() if verdict is Verdict.VOID else (),
-            missed=self.ballots.missed() if verdict is Verdict.VOID else (),
+            missed=() if verdict is Verdict.COMMITTED else tuple(sorted(self._told_missing())),
             members=self._group.members,
             seconds=time.monotonic() - self._started - self._codec_s,
             codec_s=self._codec_s,
@@ -549,6 +549,12 @@ class Attempt:
         peers = sorted(nearest, key=lambda peer: peer in gone)
         await self._ask_in_turn(peers, fetch, lambda: bool(found), deadline)
         return found[0] if found else None
+
+    def _told_missing(self) -> set[str]:
+        """Whom this member's abort names, and who is to blame that there is no decision."""
+        undecided = self.ballots.decision.verdict is Verdict.UNDECIDED
+        silent = self._setup.voters - self.ballots.voted() if undecided else set[str]()
+        return {*self.ballots.missed(), *silent} - {self._setup.me}
 
     def _missed(self) -> set[str]:
         """Whom this member missed: the dead, the refused, and reducers whose mean never came.

@@ -25,10 +25,11 @@ from typing import Annotated
 from pydantic import Field, StrictBytes, StrictInt, TypeAdapter
 
 from dilocox.compression.stage_codec import Phase, StageCodec
+from dilocox.dht.identity import Identity, public_key_of, verify
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_sections import DeadlineSpec, RobustRule
 from dilocox.dht.streams import LEADER_BYTES
-from dilocox.dht.wire import Malformed, Many, checked
+from dilocox.dht.wire import Malformed, Many, checked, pack, unpack
 from dilocox.peer.rounds.ballots import excluded_by
 from dilocox.peer.rounds.grid import Grid, Share
 from dilocox.peer.rounds.rank_choice import RoundPlan
@@ -190,6 +191,10 @@ _TICKET = TypeAdapter(
 )
 
 
+TICKET_DOMAIN = "dilocox ticket"  # so that a signature of one can be taken for nothing else
+_SIGNED = TypeAdapter(tuple[StrictBytes, StrictBytes])
+
+
 class GroupRefused(Exception):
     """The group that formed may not exchange: every member leaves before a byte is sent."""
 
@@ -281,6 +286,29 @@ class Ticket(SendFacts):
             unreliable=tuple(map(_named, unreliable)),
             client_mode=client_mode,
         )
+
+    def signed(self, last: Collection[str], mode: int, identity: Identity) -> list[object]:
+        """What hivemind gathers: `pack` and its owner's signature, since the leader passes it on.
+
+        mode: hivemind's, as it travels beside it.
+        """
+        data = pack(self.pack(last))
+        return [data, identity.sign(pack([TICKET_DOMAIN, mode, data]))]
+
+    @classmethod
+    def of_peer(
+        cls, peer: str, sent: object, last: Collection[str], *, mode: int, client_mode: bool
+    ) -> Ticket:
+        """As `unpack`, of what that peer signed; GroupRefused if it did not."""
+        try:
+            data, signature = checked(sent, _SIGNED)
+            facts = unpack(data, TICKET_BYTES + TICKET_BYTES_OF_PEER * MAX_COUNTED)
+            signed = pack([TICKET_DOMAIN, mode, data])
+        except Malformed as error:
+            raise GroupRefused(f"a member's ticket is malformed: {error}") from error
+        if not verify(public_key_of(peer), signed, signature):
+            raise GroupRefused(f"{peer} did not sign what is told of it")
+        return cls.unpack(facts, last, client_mode=client_mode)
 
     def resolved(self, group: Collection[str]) -> frozenset[str]:
         """The counted peers; of those that are named by a hash the members of a group by name."""
@@ -450,6 +478,8 @@ def attempt_setup(
     if len(members) == 1:  # alone, a peer that can only dial out averages its own part
         clients = set[str]()
     reducers = tickets.keys() - clients
+    if plan.attempt:  # a silent one is not to be a key that costs nothing
+        reducers = reducers & voting or reducers
     if not reducers:
         raise GroupRefused("no member can be reached from outside, so nobody can reduce")
     phases = codec.phases(plan.ranks)

@@ -110,6 +110,30 @@ def test_a_ticket_is_read_as_it_was_stated_with_the_mode_that_hivemind_saw() -> 
         Ticket.unpack(packed, (), client_mode=False)
 
 
+def test_a_ticket_counts_only_as_its_owner_signed_it(identities: list[Identity]) -> None:
+    """A leader passes on what the others stated; it made each member a record with it alone."""
+    owner, leader = identities[:2]
+    sent = TICKET.signed(LAST, 1, owner)
+    told = Ticket.of_peer(owner.peer_id, sent, LAST, mode=1, client_mode=False)
+    assert told == Ticket.unpack(TICKET.pack(LAST), LAST, client_mode=False)
+    forged = replace(TICKET, counted=()).signed(LAST, 1, leader)
+    facts: list[tuple[object, int]] = [
+        (forged, 1),
+        ([forged[0], sent[1]], 1),
+        (sent, 2),  # hivemind's own field beside it
+        ([sent[0]], 1),
+        ([*sent, b""], 1),
+        ([sent[1], sent[0]], 1),
+        (None, 1),
+        (TICKET.pack(LAST), 1),
+    ]
+    for other, mode in facts:
+        with pytest.raises(GroupRefused):
+            Ticket.of_peer(owner.peer_id, other, LAST, mode=mode, client_mode=False)
+    with pytest.raises(GroupRefused, match="did not sign"):
+        Ticket.of_peer("nobody", sent, LAST, mode=1, client_mode=False)
+
+
 @given(
     counted=st.sets(st.sampled_from("abcdefgh"), min_size=1),
     group=st.sets(st.sampled_from("abcdefgh"), min_size=1),
@@ -127,14 +151,14 @@ def test_a_ticket_says_enough_to_know_whether_its_group_may_start(
 
 
 @pytest.mark.parametrize("members", [8, 32, 128])
-def test_a_ticket_is_short_in_a_large_group(members: int) -> None:
+def test_a_ticket_is_short_in_a_large_group(identities: list[Identity], members: int) -> None:
     """With every counted peer's id it had 6.9 kB in a group of 128, and all get all tickets."""
     names = tuple(f"12D3Koo{place:045d}" for place in range(members))
     ticket = replace(TICKET, counted=names)
-    serialized = MSGPackSerializer.dumps(ticket.pack(names))
-    assert len(serialized) < 80 + members // 8
-    first = MSGPackSerializer.dumps(ticket.pack(()))
-    assert len(first) < 90 + 10 * members
+    serialized = MSGPackSerializer.dumps(ticket.signed(names, 1, identities[0]))
+    assert len(serialized) < 150 + members // 8
+    first = MSGPackSerializer.dumps(ticket.signed((), 1, identities[0]))
+    assert len(first) < 160 + 10 * members
 
 
 def test_a_ticket_states_no_more_tokens_than_the_cap() -> None:

@@ -119,7 +119,8 @@ async def call(caller: Caller, room: Room, scheduled_at: float, found: Found) ->
     def may_lead(peer: str) -> bool:
         return not leaders or peer in leaders
 
-    aim(matchmaking, caller.key, expected=caller.expects or None, may_lead=may_lead)
+    expected = caller.expects or None
+    aim(matchmaking, caller.key, expected=expected, may_lead=may_lead, leaders=len(leaders) or 9)
     began = time.monotonic()
     deadline = scheduled_at + 0.8
     leads = not caller.client_mode and may_lead(str(me))
@@ -260,13 +261,15 @@ def test_who_gathered_a_group_that_failed_is_later_for_a_while() -> None:
     dht: Any = SimpleNamespace(peer_id=None)
     keys = PlanKeys(cast("Any", SimpleNamespace(dht=dht, prefix="run_stage0_averager")))
 
+    leaders = 2
+
     def groups_of(leader: str, *, committed: bool) -> list[bool]:
         """It gathers one; whether it is later in each of those that others gather after that."""
-        keys.led_by = leader
+        keys.led_by = (leader,)
         keys.ended(committed=committed)
         found: list[bool] = []
         for _ in range(20):
-            keys.aim(KEY, everybody)
+            keys.aim(KEY, everybody, leaders)
             found.append(keys.is_later(leader))
             keys.ended(committed=False)  # nobody was asked
         return found
@@ -274,13 +277,19 @@ def test_who_gathered_a_group_that_failed_is_later_for_a_while() -> None:
     assert groups_of("a", committed=True) == [False] * 20
     for later in (2, 4, 8, 16):
         assert groups_of("liar", committed=False) == [True] * later + [False] * (20 - later)
-    keys.led_by = "liar"
+    keys.led_by = ("liar",)
     keys.ended(committed=False)
-    keys.aim(KEY, everybody)
+    keys.aim(KEY, everybody, leaders)
     assert groups_of("a", committed=False)[:3] == [True, True, False]
     assert not keys.is_later("liar"), "one of two leads, whatever fails"
     assert groups_of("liar", committed=True) == [False] * 20
     assert sum(groups_of("liar", committed=False)) == 2
+    leaders = 5
+    keys.led_by = ("sends on", "another liar")
+    keys.ended(committed=False)
+    keys.aim(KEY, everybody, leaders)
+    later = [each for each in ("a", "liar", "sends on", "another liar") if keys.is_later(each)]
+    assert later == ["sends on", "another liar"], "two of five"
 
 
 def test_the_pauses_between_searches_grow_and_begin_anew_with_each_plan(
@@ -303,12 +312,12 @@ def test_the_pauses_between_searches_grow_and_begin_anew_with_each_plan(
             await keys.get_averagers(keys.current_key, only_active=True)
         return [each for each in pauses if each != 0.001]
 
-    keys.aim(KEY, everybody)
+    keys.aim(KEY, everybody, 2)
     first = asyncio.run(searches(12))
     assert first[0] == 0.0, "the first one waits for nothing"
     assert first == sorted(first)
     assert 1.0 <= first[-1] <= 3.0
     assert keys.current_key.startswith("run_stage0_averager-abab")
     assert keys.current_key.count(".") == 1, "hivemind splits keys at dots"
-    keys.aim(OTHER_KEY, everybody)
+    keys.aim(OTHER_KEY, everybody, 2)
     assert asyncio.run(searches(2)) == first[:2]

@@ -354,10 +354,11 @@ def lie(step_s: float, how: str) -> None:
         async for message in join(self, request, context):
             for place, peer in enumerate(message.ordered_peer_ids):
                 if peer == self.peer_id.to_bytes():
-                    nothing, mode, ticket = loads(message.gathered[place])
-                    facts = loads(ticket)
-                    facts[1] = random.randrange(1, 1000)  # tokens
-                    message.gathered[place] = dumps([nothing, mode, dumps(facts)])
+                    nothing, mode, _ = loads(message.gathered[place])
+                    order = self._current_order()
+                    told = replace(order.ticket(), tokens=random.randrange(1, 1000))
+                    sent = told.signed(order.last_contributors, mode, self.local.identity)
+                    message.gathered[place] = dumps([nothing, mode, dumps(sent)])
             yield message
 
     def nonsense(self: Ticket, last: Collection[str]) -> list[object]:

@@ -363,6 +363,9 @@ class _Exchange:
             self._group[peer].log.append(self.record)
             record = b"record"
         own = self.votes.get(peer)
+        missed = set(own.missed if own else ())
+        if decision.verdict is Verdict.UNDECIDED:
+            missed |= self._voters - {vote.voter for vote in heard}
         abort = b"" if own is None or own.digest is not None else _packed(own)
         return AttemptResult(
             verdict=decision.verdict,
@@ -370,7 +373,7 @@ class _Exchange:
             certificate=None if record is None else b"certificate",
             abort=abort,
             blamed=self._blamed(peer, heard) if decision.verdict is Verdict.VOID else (),
-            missed=own.missed if own and decision.verdict is Verdict.VOID else (),
+            missed=() if decision.verdict is Verdict.COMMITTED else tuple(sorted(missed - {peer})),
             members=tuple(self._group),
             seconds=self._lines.network.timeline.now - self._began - self._codec_s,
             codec_s=self._codec_s,

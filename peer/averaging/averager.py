@@ -385,8 +385,8 @@ class StageAverager(PeerService, DecentralizedAverager):
             try:
                 peer = str(context.remote_id)
                 ticket = self._asked_with(request.gather, peer)
-                # whom this peer does not reckon with fills no group: it waits for its time
-                known = peer in self._current_order().counted
+                # who is not known fills no group: it waits for its time
+                known = self._current_order().knows(peer)
                 expect(self._matchmaking, ticket.expected if known else None)
             except GroupRefused as error:  # or all members would have it, each from this peer
                 self.refused.add("ticket")
@@ -410,7 +410,8 @@ class StageAverager(PeerService, DecentralizedAverager):
     def _asked_with(self, gathered: bytes, peer: str) -> Ticket:
         """The ticket of one that asks to join; GroupRefused if it is none, or too long."""
         followers: Any = self._matchmaking.current_followers
-        self._current_order().check_length(gathered, [f.gather for f in followers.values()])
+        asked = {str(each): request.gather for each, request in followers.items()}
+        self._current_order().check_length(peer, gathered, asked)
         return self._ticket(gathered, peer)
 
     def _ticket(self, gathered: bytes, peer: str) -> Ticket:
@@ -440,6 +441,7 @@ class StageAverager(PeerService, DecentralizedAverager):
             except GroupRefused as error:  # all have the same of it, and leave its sender out
                 self.refused.add("ticket")
                 logger.debug("round %d: %s: %s", order.plan.round, peer, error)
+        self._matchmaking.group_key_manager.stands(tickets)
         logger.debug("round %d: a group of %d stands", order.plan.round, len(tickets))
         self._running_groups.pop(group_info.group_id, None)  # or hivemind misses its own all-reduce
         result = await self._attempt(order, group_info.group_id, tickets)

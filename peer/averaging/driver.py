@@ -42,7 +42,7 @@ from dilocox.peer.rounds.group import (
 )
 from dilocox.peer.rounds.rank_choice import RoundPlan
 from dilocox.peer.rounds.record import SendFacts, stage_codec
-from dilocox.peer.rounds.standing import VOTING_RECORDS, credits, voters
+from dilocox.peer.rounds.standing import VOTING_RECORDS, credits, sitting_out, voters
 from dilocox.peer.rounds.vote_count import AloneWatch, Verdict
 
 logger = logging.getLogger(__name__)
@@ -67,6 +67,7 @@ class _Job:
     attempt: int = 0
     abort: bytes = b""
     blamed: tuple[str, ...] = ()
+    unreliable: frozenset[str] = frozenset()  # whom this peer missed before the first attempt
     future: Future[AttemptResult] | Future[AttemptResult | None] | None = None
     limit: float = 0.0  # monotonic time: of the state the job is in
     undecided: bool = False
@@ -109,7 +110,7 @@ class ExchangeDriver:
         )
         self.voids = 0
         self._in_vain = "", 0  # the newest record, and how many sends were void since
-        # likewise, whom this peer missed in attempts that were void since
+        # likewise, whom it missed since, or did not hear vote, where nothing was committed
         self._unreliable: tuple[str, frozenset[str]] = "", frozenset()
         self._waited_in_vain = 0  # sends in a row, whose group others did not come to
 
@@ -266,11 +267,16 @@ class ExchangeDriver:
             # anybody can say that it trains, and stay away: then who comes begins the run, and of
             # two that begin it the operator's archive takes one
             counted = (local.me,)
-        known, (on, names) = self._credits(counted), self._unreliable
+        known = self._credits(counted)
         plan = replace(self._plan(job), attempt=job.attempt)
-        unreliable = names if on == plan.previous else frozenset[str]()
+        if not job.attempt:
+            on, names = self._unreliable
+            job.unreliable = names if on == plan.previous else frozenset()
         proven = {peer for peer in voters(known) if known[peer]} - dial_out
-        leaders = proven - unreliable or proven
+        sitting = sitting_out(() if last is None else last.standings, job.round)
+        doubtful = proven & (job.unreliable | sitting)
+        # of two halves that a cut parted neither is to follow its own side alone
+        leaders = proven - doubtful if 2 * len(doubtful) < len(proven) else proven
         expected = set(counted) - set(job.blamed)
         matchmaking_s = max(0.0, job.scheduled_at - self._clock.time()) + NO_GROUP_S
         matchmaking_s = max(matchmaking_s, deadlines.matchmaking_s + NO_GROUP_S)
@@ -292,7 +298,7 @@ class ExchangeDriver:
             alone=alone,
             abort=job.abort,
             blamed=job.blamed,
-            unreliable=() if job.attempt else tuple(sorted(unreliable)),
+            unreliable=tuple(sorted(job.unreliable)),
         )
         logger.debug(
             "round %d, attempt %d: looking for the group of %s, due in %.1f s",
@@ -387,7 +393,7 @@ class ExchangeDriver:
 
     def _void(self, job: _Job, reason: str, *, certain: bool = True) -> None:
         self.voids += 1
-        # who was left out has not seen since who else is at fault
+        # left out, or without a group, it has not seen since who is at fault
         if reason not in (BOTH_VOID, UNHEARD):
             self._unreliable = "", frozenset()
         if reason != GROUP_OVER:  # to which a single head that rings too early can bring it

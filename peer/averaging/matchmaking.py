@@ -8,8 +8,8 @@ with four members on loopback, 6.7 MB in the three seconds before an exchange of
 - each plan has its own key, so that peers with another one are never found;
 - a group closes as soon as it has as many members as any of them expects. A member that expects
   too many lets it wait until its time, as does one that does not know, for somebody is new
-  (driver.py); one that expects too few is overruled by the others, and by the last contributors
-  that are counted;
+  (driver.py), or whom the leader does not know; one that expects too few is overruled by the
+  others, and by the last contributors that are counted;
 - who asks first leads: later callers find the leader with one search and join it, and it need not
   look for others. Only where two ask at once, or clocks differ, do leaders meet by searching. Who
   was in no record leads nobody where one is there that was: it could gather all, and never begin;
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from hivemind.averaging.key_manager import GroupKeyManager
@@ -82,20 +82,21 @@ def expect(matchmaking: Any, expected: int | None) -> None:
 def _note_leaders(matchmaking: Any, keys: PlanKeys) -> None:
     """Let the keys know who gathers this peer's groups."""
     follow, lead = matchmaking._request_join_group, matchmaking.leader_assemble_group
-    asked: list[str] = []  # by whom it was sent on, the first one first
+    asking = set[str]()  # this one, and before it who sent this peer on to it
 
     async def following(leader: PeerID) -> Any:
-        if not keys.may_lead(str(leader)):  # whom a leader names that has found another one
+        name = str(leader)
+        if name in asking or not keys.may_lead(name):  # a leader may send it on to anybody
             return None
-        asked.append(str(leader))
-        keys.led_by = tuple(asked)
+        asking.add(name)
+        keys.led_by(name)
         try:
             return await follow(leader)
         finally:
-            asked.pop()
+            asking.remove(name)
 
     async def leading() -> Any:
-        keys.led_by = (str(matchmaking.peer_id),)
+        keys.led_by(str(matchmaking.peer_id))
         return await lead()
 
     matchmaking._request_join_group, matchmaking.leader_assemble_group = following, leading
@@ -105,14 +106,13 @@ class PlanKeys(GroupKeyManager):
     """Who looks for the group of a plan, of one after the other, in the DHT.
 
     Who gathered a group that came to nothing, whoever's fault that was, is later than all others in
-    the next 2, 4, 8, ... groups: it may have told each member something else. Only of the last such
-    leaders that is remembered, fewer than half of those that may lead, or of two one: so that one
-    always leads.
+    the next 2, 4, 8, ... groups: it may have told each member something else. So is whom this peer
+    asked before, unless it is in that group: it may have held this peer until it was late, or sent
+    it on to anybody. At most half of those that may lead are later, those of them that failed most
+    often: so that one always leads.
 
     Attributes:
         may_lead: whether to join the groups that a peer gathers.
-        led_by: peer ids: of who gathered the group or was the last that this peer asked to, and
-            before it of who sent this peer on to it, as it could to anybody.
     """
 
     def __init__(self, of: GroupKeyManager):
@@ -122,38 +122,47 @@ class PlanKeys(GroupKeyManager):
         self._plain_prefix = of.prefix
         self._pause_s = 0.0
         self.may_lead: Callable[[str], bool] = lambda peer: False
-        self.led_by: tuple[str, ...] = ()
+        self._leader = ""  # who gathered the group, or was the last that this peer asked to
+        self._asked = set[str]()  # who else was
         self._groups = 0  # that were looked for
         self._failed = Counter[str]()
-        self._later = dict[str, int]()  # who failed, the last one last, up to which group
-        self._most_later = 1
+        self._later = dict[str, int]()  # who failed, up to which group
+        self._most_later = 0
 
     def aim(self, key: str, may_lead: Callable[[str], bool], leaders: int) -> None:
         """From now on it is the plan with this key; the first search waits for nothing."""
         self.may_lead = may_lead
-        self._most_later = max(1, (leaders - 1) // 2)
-        self.led_by = ()
+        self._most_later = leaders // 2
+        self._leader = ""
+        self._asked = set()
         self._groups += 1
         self.prefix = f"{self._plain_prefix}-{key[:24]}"
         self._pause_s = 0.0
 
+    def led_by(self, peer: str) -> None:
+        """It gathers the group, or is asked to."""
+        self._asked |= {self._leader} - {""}
+        self._leader = peer
+
+    def stands(self, members: Collection[str]) -> None:
+        """The group is there: whom of it this peer asked before follows the same leader."""
+        self._asked -= set(members)
+
     def ended(self, *, committed: bool) -> None:
         """The exchange of the group is over, or none stood."""
         if committed:
-            for leader in self.led_by:
-                del self._failed[leader]
+            del self._failed[self._leader]
             return
-        for leader in reversed(self.led_by):
-            self._failed[leader] += 1
-            doublings = min(self._failed[leader], MOST_DOUBLINGS)
-            self._later.pop(leader, None)
-            self._later[leader] = self._groups + 2**doublings
+        for peer in sorted({self._leader, *self._asked} - {""}):
+            self._failed[peer] += 1
+            self._later[peer] = self._groups + 2 ** min(self._failed[peer], MOST_DOUBLINGS)
 
     def is_later(self, peer: str) -> bool:
-        """Whether one of the last groups that failed was this peer's, and others gather the next
-        ones."""
-        last = list(self._later)[-self._most_later :]
-        return peer in last and self._groups <= self._later[peer]
+        """Whether groups that this peer gathered, or was asked to, failed of late, and others
+        gather the next ones."""
+        later = [each for each, until in self._later.items() if self._groups <= until]
+        most = sorted(later, key=lambda each: (self._failed[each], self._later[each]))
+        return peer in most[len(most) - min(len(most), self._most_later) :]
 
     async def get_averagers(self, group_key: str, only_active: bool) -> list[Any]:
         """Peer ids and expirations (run time) of those that have declared themselves under the key.

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -159,7 +159,7 @@ class AttemptResult:
     certificate: bytes | None = field(repr=False)
     abort: bytes = field(repr=False)  # this member's own, signed, for a repeated attempt
     blamed: tuple[str, ...] = ()  # whom that would leave out, as far as this member knows
-    missed: tuple[str, ...] = ()  # by this member itself, where the attempt was void
+    missed: tuple[str, ...] = ()  # or not heard to vote, by this member, of what was not committed
     members: tuple[str, ...]
     seconds: float  # of the exchange, without what this member's codec took meanwhile
     codec_s: float = 0.0
@@ -171,6 +171,7 @@ MAX_COUNTED = 1024  # peers that a ticket may name
 MAX_UNRELIABLE = MAX_MEMBERS  # likewise
 TICKET_BYTES, TICKET_BYTES_OF_PEER = 8 << 10, 128
 MAX_TICKETS_BYTES = LEADER_BYTES // 2  # of a group, which its leader tells each member
+UNKNOWN_TICKETS_BYTES = 64 << 10  # of these, of keys that cost nothing: hundreds of honest ones
 MAX_TIME_S = 1e6
 _Time = Annotated[float, Field(strict=True, ge=0, lt=MAX_TIME_S, allow_inf_nan=False)]
 # as `Ticket.pack` has them
@@ -231,7 +232,7 @@ class Ticket(SendFacts):
     codec_s: float = 0.0  # that it computes at the start of a phase, at most
     expected: int | None  # members with which its group is whole; None: it does not know
     abort: bytes  # its signed one of the attempt before, empty if there is none
-    # whom it missed itself in attempts that were void since the last record; of a first attempt
+    # whom it missed in attempts of earlier rounds since the last record that came to nothing
     unreliable: tuple[str, ...] = ()
     client_mode: bool = False
 
@@ -357,17 +358,25 @@ class ExchangeOrder(SendFacts):
     def may_lead(self, peer: str) -> bool:
         return not self.leaders or peer in self.leaders
 
-    def check_length(self, ticket: bytes, asked: Iterable[bytes]) -> None:
-        """Raise GroupRefused for a ticket that is too long, by itself or beside those of `asked`: a
-        leader tells each member all of them.
+    def knows(self, peer: str) -> bool:
+        """Whether this peer reckons with it, or the chain proves it."""
+        return peer in self.counted or peer in self.last_contributors
+
+    def check_length(self, peer: str, ticket: bytes, asked: Mapping[str, bytes]) -> None:
+        """Raise GroupRefused for a peer's ticket that is too long, by itself or beside those of
+        `asked`: a leader tells each member all of them.
 
         A ticket names counted peers, and its abort peers of the attempt before.
         """
         peers = len({*self.counted, *self.last_contributors})
         if len(ticket) > TICKET_BYTES + TICKET_BYTES_OF_PEER * peers:
             raise GroupRefused(f"a ticket of {len(ticket)} bytes in a swarm of {peers} peers")
-        if sum(map(len, asked)) + len(ticket) > MAX_TICKETS_BYTES:
+        every = {**asked, peer: ticket}
+        if sum(map(len, every.values())) > MAX_TICKETS_BYTES:
             raise GroupRefused("the tickets of this group are too long")
+        unknown = sum(len(each) for name, each in every.items() if not self.knows(name))
+        if unknown > UNKNOWN_TICKETS_BYTES and not self.knows(peer):
+            raise GroupRefused("too many ask for this group whom this peer does not know")
 
     def ticket(self) -> Ticket:
         return Ticket(
@@ -412,8 +421,8 @@ def attempt_setup(
     does whom most voters missed in attempts since the last record: two that fall silent in turns
     would void both of every round, and no record would say so. Who states another plan, or no
     tokens, is left out: all have the same tickets, and one that makes no sense stops nobody. Where
-    more come than a record holds, those who were in the most records stay. `group`: the id of the
-    group, from which its rows follow.
+    more come than a record holds, those who were in the most records stay. A repeated attempt is
+    reduced by those that vote. `group`: the id of the group, from which its rows follow.
 
     Raises:
         GroupRefused: this peer is left out, or there is nobody to reduce.

@@ -123,22 +123,23 @@ def may_start(
 
     `view_of[m]` are the peers that member m counts: those whose stage record says that they train
     or hold unsent tokens, itself included. Whoever is in the group is there, whatever a view says.
-    In each member's view the group must hold more than half of the last record's contributors that
-    are there or counted. So nobody can stop a group of more than half of them by what it counts.
+    The group must hold more than half of the last record's contributors that are there, or counted
+    by at least half of those that are there: one member's word for peers that nobody else sees is
+    not enough, and who is new has none.
 
     A group without any of them (the chain is empty, or they are gone) must hold more than half of
-    those that at least half of its members count, and nobody of the last contributors among these:
-    one member's word for peers that nobody else sees is not enough there. A member without a view,
-    or with an empty one, stops the group.
+    those that at least half of its members count, and nobody of the last contributors among these.
+    A member without a view, or with an empty one, stops the group.
     """
     group, last = set(members), set(last_contributors)
     if not group or not all(view_of.get(member) for member in group):
         return False
-    if here := group & last:
-        needed = [set(view_of[member]) & last | here for member in group]
-        return all(2 * len(here) > len(each) for each in needed)
-    told = Counter(peer for member in group for peer in set(view_of[member]))
-    counted = {peer for peer, count in told.items() if 2 * count >= len(group)}
+    here = group & last
+    heard = here or group
+    told = Counter(peer for member in heard for peer in set(view_of[member]))
+    counted = {peer for peer, count in told.items() if 2 * count >= len(heard)}
+    if here:
+        return 2 * len(here) > len(counted & last | here)
     return not counted & last and 2 * len(group) > len(counted | group)
 
 

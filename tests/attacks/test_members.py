@@ -29,6 +29,11 @@ LEAST_SHARE = 0.9 / 2  # of the honest rounds a minute, and a factor of two for 
         ("leaves 0, leaves 1", 2),  # likewise, one in first attempts and one in second ones
         ("states", 1),  # A7: a ticket that makes no sense
         ("leads", 1),  # A7: gathers every group, and gives each member another ticket of its own
+        ("forges", 1),  # likewise, another ticket of the others
+        ("gathers", 2),  # gather every group, and never begin
+        ("sends on", 1),  # gathers every group, and sends the others in a circle
+        ("withholds", 1),  # gives its mean to one of the others, and does not vote
+        ("fills", 1),  # comes to every group with six fresh keys
     ],
 )
 def test_members_that_lie_stop_nobody_and_turn_nothing(

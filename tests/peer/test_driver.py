@@ -26,7 +26,7 @@ from tests.pipeline.swarms import stage_record
 
 VIEW = SwarmView(me="me")
 WITH_ANOTHER = SwarmView(me="me", stage={"other": stage_record(state="training")})
-AT_HOME = {"other": stage_record(state="training", client_mode=True)}
+AT_HOME = SwarmView(me="me", stage={"other": stage_record(state="training", client_mode=True)})
 TICK_S = 0.1
 FACTS = SendFacts(tokens=10, step_s=0.5, stall_s=0.25)
 
@@ -41,7 +41,7 @@ class World:
         self.orders: list[ExchangeOrder] = []
         self.encoded: list[Plan] = []
         self.encoding: Future[float] = Future()
-        self.alone, self.at_home = True, False
+        self.view = VIEW
         self.meets_at: dict[int, float] = {}
         self.deadlines = MANIFEST.deadlines
         self.events = EventQueue()
@@ -84,9 +84,7 @@ class World:
     def tick(self, seconds: float = TICK_S) -> None:
         self.clock.now += seconds
         self.see_nobody()
-        view = VIEW if self.alone else WITH_ANOTHER
-        view = SwarmView(me="me", stage=AT_HOME) if self.at_home else view
-        self.driver.tick(view, meets_at=self.meets_at.get, search_s=0.5)
+        self.driver.tick(self.view, meets_at=self.meets_at.get, search_s=0.5)
 
     def tick_for(self, seconds: float) -> None:
         for _ in range(int(seconds / TICK_S)):
@@ -141,7 +139,7 @@ def test_a_repeated_attempt_waits_for_the_others_and_not_for_those_who_are_blame
 ) -> None:
     """It is over when all must know that the first one was void; most know at once."""
     first = world.orders[0].scheduled_at
-    world.alone = False
+    world.view = WITH_ANOTHER
     world.answer.set_result(replace(result(Verdict.VOID), limit_s=111.0, blamed=("other",)))
     world.tick()
     world.answer = Future()
@@ -182,7 +180,7 @@ def test_who_is_a_little_late_still_looks_whether_the_group_is_open(
     late_s: float, tried: bool
 ) -> None:
     world = World()
-    world.alone = False
+    world.view = WITH_ANOTHER
     world.submit(world.clock.now - late_s)
     world.tick()
     assert bool(world.orders) is tried
@@ -191,7 +189,7 @@ def test_who_is_a_little_late_still_looks_whether_the_group_is_open(
 def test_nobody_who_is_new_keeps_the_last_peer_of_a_stage_from_going_on() -> None:
     """It says that it trains, and stays away: the group is tried, and then this peer is alone."""
     world = World()
-    world.alone = False
+    world.view = WITH_ANOTHER
     me = local_peer().me
     world.chain.last_record = last_record(me, credited=9)
     world.answer.set_exception(MatchmakingException("nobody came"))
@@ -208,7 +206,7 @@ def test_nobody_who_is_new_keeps_the_last_peer_of_a_stage_from_going_on() -> Non
 def test_who_was_in_one_record_and_stays_away_need_not_be_there() -> None:
     """A crowd that came once, said that it trains, and never came again stopped the stage."""
     world = World()
-    world.alone = False
+    world.view = WITH_ANOTHER
     me, old = local_peer().me, Standing(peer="", round=0, credited=9)
     crowd = [f"crowd {place}" for place in range(9)]
     record = last_record(me, "other", *crowd)
@@ -239,7 +237,7 @@ def test_where_all_are_new_nobody_is_waited_for_for_ever() -> None:
 
 def test_who_is_as_old_as_this_peer_is_not_passed_over() -> None:
     world = World()
-    world.alone = False
+    world.view = WITH_ANOTHER
     me = local_peer().me
     world.chain.last_record = last_record(me, "other", credited=9)
     assert world.driver.rivals(WITH_ANOTHER) == {"other"}
@@ -269,7 +267,7 @@ def test_a_peer_is_stuck_once_three_sends_came_to_nothing_on_one_record() -> Non
 
 def test_a_run_begins_with_who_comes_where_others_only_say_that_they_train() -> None:
     world = World()
-    world.alone = False
+    world.view = WITH_ANOTHER
     for number in range(4):
         if number == 3:  # the chain has begun: it says who must be there
             world.chain.last_record = last_record("other")
@@ -291,7 +289,7 @@ def test_a_group_is_closed_early_only_while_nobody_is_new(
 ) -> None:
     """Where somebody is, not all know of all: those that were missed met apart, too few."""
     world = World()
-    world.alone = False
+    world.view = WITH_ANOTHER
     if last is not None:
         world.chain.last_record = last_record(*last)
     world.submit()
@@ -312,11 +310,40 @@ def test_who_was_in_a_record_gathers_the_group_where_one_of_them_can(
     last: tuple[str, ...], at_home: bool, leaders: tuple[str, ...]
 ) -> None:
     world = World()
-    world.alone, world.at_home = False, at_home
+    world.view = AT_HOME if at_home else WITH_ANOTHER
     world.chain.last_record = last_record(*last) if last else None
     world.submit()
     world.tick()
     assert world.orders[0].leaders == leaders
+
+
+@pytest.mark.parametrize(
+    ("members", "missed", "times", "leaders"),
+    [
+        (("other", "me"), ("other",), 0, ("me", "other")),  # of two neither leads alone
+        (("other", "me", "third"), ("other",), 0, ("me", "third")),
+        (("other", "me", "third"), (), 2, ("me", "third")),
+    ],
+)
+def test_who_was_missed_or_sits_out_gathers_no_group_where_most_others_can(
+    members: tuple[str, ...], missed: tuple[str, ...], times: int, leaders: tuple[str, ...]
+) -> None:
+    world = World()
+    there = {peer: stage_record(state="training") for peer in members if peer != "me"}
+    world.view = SwarmView(me="me", stage=there)
+    world.chain.last_record = last = last_record(*members)
+    last.standings = tuple(
+        replace(each, times=times) if each.peer == "other" else each for each in last.standings
+    )
+    world.submit()
+    world.tick()
+    for _ in range(2):
+        answer, world.answer = world.answer, Future()
+        answer.set_result(result(Verdict.VOID, missed=missed))
+        world.tick_for(60.0)
+    world.driver.submit(1, FACTS, scheduled_at=world.clock.now, states_taken=0)
+    world.tick()
+    assert world.orders[-1].leaders == leaders
 
 
 def last_record(*members: str, credited: int = 1) -> Any:
@@ -355,6 +382,11 @@ def test_who_was_missed_in_void_attempts_is_named_until_there_is_a_record_or_too
     assert [order.plan.attempt for order in world.orders] == [0, 1, 0]
     named = [order.unreliable for order in world.orders]
     assert named == [(), (), ("first", "second")]
+    answer, world.answer = world.answer, Future()
+    answer.set_result(result(Verdict.VOID, missed=("third",)))
+    world.tick_for(60.0)
+    assert world.orders[-1].plan.attempt == 1
+    assert world.orders[-1].unreliable == ("first", "second"), "or they stopped each second one"
     answer, world.answer = world.answer, Future()
     if refused:
         answer.set_exception(TooFew("of those that must be there"))

@@ -464,9 +464,15 @@ def test_a_ticket_that_would_keep_a_group_from_forming_is_refused() -> None:
     peers = tuple(f"12D3KooW{number:044d}" for number in range(MAX_MEMBERS))
     order = order_of(counted=peers, last_contributors=peers)
     pack = MSGPackSerializer.dumps
-    packed = pack([None, 0, pack(order.ticket().pack(peers))])
-    order.check_length(packed, [packed] * (MAX_MEMBERS - 1))  # a full group of honest ones
+    packed: Any = pack([None, 0, pack(order.ticket().pack(peers))])
+    *others, peer = peers
+    order.check_length(peer, packed, dict.fromkeys(others, packed))  # a full group of honest ones
     with pytest.raises(GroupRefused, match="in a swarm of 3 peers"):
-        ORDER.check_length(bytes(10_000), ())
+        ORDER.check_length(peer, bytes(10_000), {})
     with pytest.raises(GroupRefused, match="too long"):
-        order.check_length(bytes(30_000), [bytes(30_000)] * 139)
+        order.check_length("stranger", bytes(30_000), dict.fromkeys(peers, bytes(30_000)))
+    crowd = {f"key {number}": bytes(7_000) for number in range(9)}
+    order.check_length("key 9", packed, crowd)
+    with pytest.raises(GroupRefused, match="does not know"):
+        order.check_length("key 9", bytes(7_000), crowd)
+    order.check_length(peer, bytes(7_000), crowd)

@@ -263,9 +263,13 @@ def test_who_gathered_a_group_that_failed_is_later_for_a_while() -> None:
 
     leaders = 2
 
+    def later_of(*peers: str) -> list[str]:
+        keys.aim(KEY, everybody, leaders)
+        return [each for each in peers if keys.is_later(each)]
+
     def groups_of(leader: str, *, committed: bool) -> list[bool]:
         """It gathers one; whether it is later in each of those that others gather after that."""
-        keys.led_by = (leader,)
+        keys.led_by(leader)
         keys.ended(committed=committed)
         found: list[bool] = []
         for _ in range(20):
@@ -277,19 +281,36 @@ def test_who_gathered_a_group_that_failed_is_later_for_a_while() -> None:
     assert groups_of("a", committed=True) == [False] * 20
     for later in (2, 4, 8, 16):
         assert groups_of("liar", committed=False) == [True] * later + [False] * (20 - later)
-    keys.led_by = ("liar",)
+    keys.led_by("liar")
     keys.ended(committed=False)
     keys.aim(KEY, everybody, leaders)
-    assert groups_of("a", committed=False)[:3] == [True, True, False]
-    assert not keys.is_later("liar"), "one of two leads, whatever fails"
-    assert groups_of("liar", committed=True) == [False] * 20
+    assert groups_of("a", committed=False) == [False] * 20
+    assert later_of("a", "liar") == ["liar"], "one of two leads, whatever fails"
+    assert groups_of("liar", committed=True)[10:] == [False] * 10
     assert sum(groups_of("liar", committed=False)) == 2
-    leaders = 5
-    keys.led_by = ("sends on", "another liar")
+    leaders = 1
+    keys.led_by("liar")
     keys.ended(committed=False)
+    assert later_of("liar") == [], "nobody else may lead"
+
+
+@pytest.mark.parametrize("leaders, later", [(3, ["held"]), (4, ["held", "leads"]), (1, [])])
+def test_who_held_a_peer_until_it_was_late_is_later_than_the_leader_it_found(
+    leaders: int, later: list[str]
+) -> None:
+    """It let it go, and the others of the group it gathered late knew of no other leader."""
+    dht: Any = SimpleNamespace(peer_id=None)
+    keys = PlanKeys(cast("Any", SimpleNamespace(dht=dht, prefix="run_stage0_averager")))
+    for leader in ("another", "leads"):
+        keys.aim(KEY, everybody, leaders)
+        keys.led_by("held")
+        keys.led_by("sent on, and follows itself")
+        keys.led_by(leader)
+        keys.stands(("me", "sent on, and follows itself", leader))
+        keys.ended(committed=False)
     keys.aim(KEY, everybody, leaders)
-    later = [each for each in ("a", "liar", "sends on", "another liar") if keys.is_later(each)]
-    assert later == ["sends on", "another liar"], "two of five"
+    peers = ("held", "sent on, and follows itself", "leads", "another")
+    assert [each for each in peers if keys.is_later(each)] == later
 
 
 def test_the_pauses_between_searches_grow_and_begin_anew_with_each_plan(

@@ -233,6 +233,15 @@ def test_one_member_that_counts_whom_it_likes_stops_no_group_of_most(
     assert may_start("abcl", views | {"l": set(counts)}, last)
 
 
+@pytest.mark.parametrize("here", ["ab", "abc"])
+def test_who_is_new_stops_nobody_and_one_of_three_neither(here: str) -> None:
+    """x, y and z of the last record are gone: one fresh key had each group wait for them."""
+    views: dict[str, set[str]] = {member: set(here) | {"l"} for member in here}
+    assert may_start(f"{here}l", views | {"l": set("abcxyzl")}, f"{here}xyz")
+    told = views | {"l": set("l"), "a": set("abcxyzl")}
+    assert may_start(f"{here}l", told, f"{here}xyz") is (len(here) == 3), "half may be right"
+
+
 def test_two_disjoint_groups_with_one_view_never_both_start() -> None:
     everyone = "abcde"
     for contributors in ("", "abc", "abcde", "ab"):

@@ -5,7 +5,7 @@
 paced SECONDS               inner steps take at least so long: a slower machine, without the load
 shown SECONDS FOLDER        forwards and backwards last longer, and are seen from outside (`Shown`)
 halting SECONDS FOLDER      paced, and halts at a chosen point of an exchange (`Halt`)
-lying SECONDS HOW            paced, and a member that lies (`lie`)
+lying SECONDS HOW            paced, and a member that lies (lies.py)
 skewed SECONDS BY           paced, on a machine whose clock is so many seconds off (`skew`)
 slow_disk BYTES_PER_S FILE  what it makes durable takes as long as on such a disk (`syncs`)
 older                       reads the operator's first manifest, and no revision of it
@@ -15,19 +15,15 @@ older                       reads the operator's first manifest, and no revision
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import json
 import mmap
 import os
-import random
 import struct
 import sys
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +32,7 @@ POINTS = ("between phases", "decoding", "voting", "appending", "planning")
 GO_LIMIT_S = 300.0
 LOOK_S = 0.005
 NOTED_S = 0.1
+LEFT = "crowd-"  # so begins what a liar leaves in the folder for temporary files
 _TIME = struct.Struct("d")
 
 
@@ -293,102 +290,12 @@ def skew(step_s: float, by_s: float) -> None:
 
 
 def lie(step_s: float, how: str) -> None:
-    """Lie to the others of a group as long as it runs.
-
-    how: "sends", ten times the opposite of what was learnt; "reduces", likewise of what the others
-    sent, to all alike; "splits", gives half of the others another mean than the other half, and
-    does not vote; "leaves", goes away in the middle of every exchange, and comes to the next;
-    "leaves 0" and "leaves 1", likewise, of the first attempts of rounds, or of the second ones;
-    "states", what no ticket is, to each group; "leads", gathers every group as the earliest, and
-    gives each member another ticket of its own;
-    "intrudes", takes part without being admitted, and takes anybody for admitted.
-    """
-    from dilocox.compression.group_quantization import GroupCodec
-    from dilocox.dht.admission import Admission
-    from dilocox.peer.averaging import averager
-    from dilocox.peer.rounds import exchange, shares, signed_means
-    from dilocox.peer.rounds.group import Mean, Ticket
-    from dilocox.peer.rounds.group_calls import GroupCalls
+    """Lie to the others of a group as long as it runs; how: see lies.py."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from tests.swarm.lies import LIES
 
     pace(step_s)
-    encode, combine = shares.encode, shares.combine
-
-    def send(codec: GroupCodec, values: Any) -> bytes:
-        return encode(codec, -10.0 * values)
-
-    def reduce(part: int, rows: Any, codec: GroupCodec, weight: Any) -> Mean | None:
-        for row in rows:
-            row.values.mul_(-10.0)
-        return combine(part, rows, codec, weight)
-
-    push, given = GroupCalls.push_mean, dict[int, list[str]]()
-    seals = dict[int, signed_means.MeanSeal]()
-    sign = signed_means.MeanSeal.sign
-
-    def signing(self: signed_means.MeanSeal, mean: Mean) -> Mean:
-        seals[mean.part] = self
-        return sign(self, mean)
-
-    async def split(self: GroupCalls, peer: str, mean: Mean) -> None:
-        to = given.setdefault(id(mean), [])
-        to.append(peer)
-        if len(to) % 2 and mean.part in seals:
-            payload = mean.payload[:-1] + bytes([mean.payload[-1] ^ 1])
-            mean = sign(seals[mean.part], replace(mean, payload=payload))
-        await push(self, peer, mean)
-
-    async def tell_nobody(*_: Any, **__: Any) -> None:
-        pass
-
-    def admit(self: Admission, peer: str) -> bool:
-        return True
-
-    join = averager.StageAverager.rpc_join_group
-
-    def first(scheduled_at: float, now: float, *, may_lead: bool) -> float:
-        return scheduled_at - 0.5
-
-    @functools.wraps(join)  # hivemind reads what it takes and gives off its annotations
-    async def lead(self: Any, request: Any, context: Any) -> AsyncIterator[Any]:
-        loads, dumps = self.serializer.loads, self.serializer.dumps
-        async for message in join(self, request, context):
-            for place, peer in enumerate(message.ordered_peer_ids):
-                if peer == self.peer_id.to_bytes():
-                    nothing, mode, _ = loads(message.gathered[place])
-                    order = self._current_order()
-                    told = replace(order.ticket(), tokens=random.randrange(1, 1000))
-                    sent = told.signed(order.last_contributors, mode, self.local.identity)
-                    message.gathered[place] = dumps([nothing, mode, dumps(sent)])
-            yield message
-
-    def nonsense(self: Ticket, last: Collection[str]) -> list[object]:
-        return ["what", "no", "ticket", "is"]
-
-    exchanging, among = exchange.Attempt.exchange_parts, how.removeprefix("leaves ")
-
-    async def leave(self: exchange.Attempt) -> bytes | None:
-        if among.isdigit() and self.ballots.ballot.attempt != int(among):
-            return await exchanging(self)
-        return await asyncio.sleep(3600.0)
-
-    match how:
-        case "sends":
-            exchange.encode = send
-        case "reduces":
-            shares.combine = reduce
-        case "splits":
-            signed_means.MeanSeal.sign = signing
-            GroupCalls.push_mean = split
-            GroupCalls.send_votes = GroupCalls.send_words = tell_nobody
-        case "leads":
-            averager.own_time = first
-            averager.StageAverager.rpc_join_group = lead
-        case "states":
-            Ticket.pack = nonsense
-        case "intrudes":
-            Admission.admits = admit
-        case _:
-            exchange.Attempt.exchange_parts = leave
+    LIES[how]()
 
 
 def age() -> None:

@@ -37,7 +37,7 @@ from dilocox.peer.rounds.vote_count import Vote
 from dilocox.peer.state_folder import StateFolder
 from dilocox.pipeline.pretrained import described_by
 from dilocox.pipeline.stage import parameter_shapes
-from tests.swarm.altered import Halt, Shown
+from tests.swarm.altered import LEFT, Halt, Shown
 from tests.swarm.links import Links
 from tests.swarm.nat import Homes
 from tests.swarm.processes import TAG, Process, family, send_signal, shared_memory
@@ -210,8 +210,9 @@ class ProcessSwarm:
         step_s: the least that an inner step takes. shown_s: by how much longer its forwards and
         backwards take, which are seen from outside. halting: whether it can be made to halt at a
         point of an exchange. older: whether it reads no revision of the manifest but the first.
-        lies: how it lies as a member, if it does. skew_s: how far its machine's clock is ahead.
-        disk_bytes_per_s: how slow its disk is. program: as `Peer` has it, in the place of all that.
+        lies: how it lies as a member (lies.py), if it does. skew_s: how far its machine's clock is
+        ahead. disk_bytes_per_s: how slow its disk is. program: as `Peer` has it, in the place of
+        all that.
         """
         name = peer_name(len(self.peers))
         # one after the other: those of real runs are half an hour apart
@@ -516,8 +517,8 @@ class ProcessSwarm:
     def _left(self) -> list[str]:
         processes = [f"{process.name} ({process.pid})" for process in family(self.tag)]
         # torch puts compiled headers there, whatever its cache's folder is
-        caches = set(self._temporary.glob("torchinductor_*"))
-        files = [str(path) for path in self._temporary.iterdir() if path not in caches]
+        others = {*self._temporary.glob("torchinductor_*"), *self._temporary.glob(f"{LEFT}*")}
+        files = [str(path) for path in self._temporary.iterdir() if path not in others]
         return processes + files + shared_memory(self._pids, self._before)
 
     def tails(self, lines: int = 25) -> str:

@@ -60,7 +60,7 @@ from dilocox.dht.records import averaging_prefix
 from dilocox.dht.rpc import BYTE_KINDS, REFUSALS, Client, Counts
 from dilocox.dht.streams import open_streams
 from dilocox.peer.averaging.local_peer import LocalPeer
-from dilocox.peer.averaging.matchmaking import LATER_S, aim, expect, own_time
+from dilocox.peer.averaging.matchmaking import LATER_S, PlanKeys, aim, expect, own_time
 from dilocox.peer.averaging.service import PeerService
 from dilocox.peer.chain.chain_client import (
     AnchorDiffers,
@@ -81,6 +81,7 @@ from dilocox.peer.rounds.group import (
     AttemptResult,
     ExchangeOrder,
     GroupRefused,
+    LeftOut,
     Plan,
     Ticket,
     attempt_setup,
@@ -363,8 +364,14 @@ class StageAverager(PeerService, DecentralizedAverager):
         def may_lead(peer: str) -> bool:
             return self._admits(peer) and order.may_lead(peer)
 
-        leaders = len(order.leaders or order.counted)
-        keys = aim(self._matchmaking, key, expected=expected, may_lead=may_lead, leaders=leaders)
+        keys = aim(
+            self._matchmaking,
+            key,
+            scheduled_at=order.scheduled_at,
+            expected=expected,
+            may_lead=may_lead,
+            leaders=len(order.leaders) or max(2, len(order.counted)),
+        )
         step.scheduled_time += LATER_S * keys.is_later(self.local.me)
         with contextlib.suppress(Exception):  # `step` has it already, and the caller gets it there
             await super()._step(step=step, future_for_init=future_for_init)
@@ -441,10 +448,15 @@ class StageAverager(PeerService, DecentralizedAverager):
             except GroupRefused as error:  # all have the same of it, and leave its sender out
                 self.refused.add("ticket")
                 logger.debug("round %d: %s: %s", order.plan.round, peer, error)
-        self._matchmaking.group_key_manager.stands(tickets)
+        keys: PlanKeys = self._matchmaking.group_key_manager
+        keys.stands(tickets)
         logger.debug("round %d: a group of %d stands", order.plan.round, len(tickets))
         self._running_groups.pop(group_info.group_id, None)  # or hivemind misses its own all-reduce
-        result = await self._attempt(order, group_info.group_id, tickets)
+        try:
+            result = await self._attempt(order, group_info.group_id, tickets)
+        except LeftOut:
+            keys.excuse()
+            raise
         if result.verdict is Verdict.COMMITTED:
             self._committed = order.plan
         return replace(result, matchmaking_s=matchmaking_s)

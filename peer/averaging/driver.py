@@ -67,7 +67,8 @@ class _Job:
     attempt: int = 0
     abort: bytes = b""
     blamed: tuple[str, ...] = ()
-    unreliable: frozenset[str] = frozenset()  # whom this peer missed before the first attempt
+    # after which record its first attempt was, and whom this peer had missed since
+    unreliable: tuple[str, frozenset[str]] = "", frozenset()
     future: Future[AttemptResult] | Future[AttemptResult | None] | None = None
     limit: float = 0.0  # monotonic time: of the state the job is in
     undecided: bool = False
@@ -270,11 +271,12 @@ class ExchangeDriver:
         known = self._credits(counted)
         plan = replace(self._plan(job), attempt=job.attempt)
         if not job.attempt:
-            on, names = self._unreliable
-            job.unreliable = names if on == plan.previous else frozenset()
+            job.unreliable = self._unreliable
+        on, names = job.unreliable
+        unreliable = names if on == plan.previous else frozenset[str]()
         proven = {peer for peer in voters(known) if known[peer]} - dial_out
         sitting = sitting_out(() if last is None else last.standings, job.round)
-        doubtful = proven & (job.unreliable | sitting)
+        doubtful = proven & (unreliable | sitting)
         # of two halves that a cut parted neither is to follow its own side alone
         leaders = proven - doubtful if 2 * len(doubtful) < len(proven) else proven
         expected = set(counted) - set(job.blamed)
@@ -298,7 +300,7 @@ class ExchangeDriver:
             alone=alone,
             abort=job.abort,
             blamed=job.blamed,
-            unreliable=tuple(sorted(job.unreliable)),
+            unreliable=tuple(sorted(unreliable)),
         )
         logger.debug(
             "round %d, attempt %d: looking for the group of %s, due in %.1f s",

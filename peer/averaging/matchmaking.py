@@ -53,21 +53,23 @@ def aim(
     matchmaking: Any,
     key: str,
     *,
+    scheduled_at: float,
     expected: int | None,
     may_lead: Callable[[str], bool],
     leaders: int,
 ) -> PlanKeys:
     """Look for the group of a plan (`key`, in hex); peers with another one are not found.
 
-    expected: members with which the group closes before its time; None: it waits for its time.
-    may_lead: whether to join a group that a peer (its id) gathers. leaders: how many may.
+    scheduled_at: the group's time (run time). expected: members with which the group closes before
+    it; None: it waits. may_lead: whether to join a group that a peer (its id) gathers. leaders: how
+    many may.
     """
     if not isinstance(matchmaking.group_key_manager, PlanKeys):
         matchmaking.group_key_manager = PlanKeys(matchmaking.group_key_manager)
         _note_leaders(matchmaking, matchmaking.group_key_manager)
     matchmaking.schema_hash = bytes.fromhex(key)
     keys: PlanKeys = matchmaking.group_key_manager
-    keys.aim(key, may_lead, leaders)
+    keys.aim(key, scheduled_at, may_lead, leaders)
     matchmaking.target_group_size = None if expected is None else max(2, expected)
     return keys
 
@@ -82,23 +84,27 @@ def expect(matchmaking: Any, expected: int | None) -> None:
 def _note_leaders(matchmaking: Any, keys: PlanKeys) -> None:
     """Let the keys know who gathers this peer's groups."""
     follow, lead = matchmaking._request_join_group, matchmaking.leader_assemble_group
-    asking = set[str]()  # this one, and before it who sent this peer on to it
+    asking = set[PeerID]()  # this one, and before it who sent this peer on to it
+
+    class Accepted(asyncio.Event):
+        def set(self) -> None:
+            keys.led_by(str(matchmaking.current_leader))
+            super().set()
 
     async def following(leader: PeerID) -> Any:
-        name = str(leader)
-        if name in asking or not keys.may_lead(name):  # a leader may send it on to anybody
+        if leader in asking or not keys.may_lead(str(leader)):  # it may be sent on to anybody
             return None
-        asking.add(name)
-        keys.led_by(name)
+        asking.add(leader)
         try:
             return await follow(leader)
         finally:
-            asking.remove(name)
+            asking.remove(leader)
 
     async def leading() -> Any:
         keys.led_by(str(matchmaking.peer_id))
         return await lead()
 
+    matchmaking.was_accepted_to_group = Accepted()
     matchmaking._request_join_group, matchmaking.leader_assemble_group = following, leading
 
 
@@ -106,10 +112,11 @@ class PlanKeys(GroupKeyManager):
     """Who looks for the group of a plan, of one after the other, in the DHT.
 
     Who gathered a group that came to nothing, whoever's fault that was, is later than all others in
-    the next 2, 4, 8, ... groups: it may have told each member something else. So is whom this peer
-    asked before, unless it is in that group: it may have held this peer until it was late, or sent
+    the next 2, 4, 8, ... groups: it may have told each member something else. So is who let this
+    peer in before and is not in that group: it may have held this peer until it was late, or sent
     it on to anybody. At most half of those that may lead are later, those of them that failed most
-    often: so that one always leads.
+    often: so that one always leads. To who thinks otherwise of itself they come once their group's
+    time is over.
 
     Attributes:
         may_lead: whether to join the groups that a peer gathers.
@@ -122,47 +129,58 @@ class PlanKeys(GroupKeyManager):
         self._plain_prefix = of.prefix
         self._pause_s = 0.0
         self.may_lead: Callable[[str], bool] = lambda peer: False
-        self._leader = ""  # who gathered the group, or was the last that this peer asked to
-        self._asked = set[str]()  # who else was
+        self._scheduled_at = 0.0
+        self._leader = ""  # who gathered the group, or was the last that let this peer in
+        self._before = set[str]()  # who else did
         self._groups = 0  # that were looked for
         self._failed = Counter[str]()
         self._later = dict[str, int]()  # who failed, up to which group
         self._most_later = 0
 
-    def aim(self, key: str, may_lead: Callable[[str], bool], leaders: int) -> None:
+    def aim(
+        self, key: str, scheduled_at: float, may_lead: Callable[[str], bool], leaders: int
+    ) -> None:
         """From now on it is the plan with this key; the first search waits for nothing."""
         self.may_lead = may_lead
+        self._scheduled_at = scheduled_at
         self._most_later = leaders // 2
-        self._leader = ""
-        self._asked = set()
+        self.excuse()
         self._groups += 1
         self.prefix = f"{self._plain_prefix}-{key[:24]}"
         self._pause_s = 0.0
 
     def led_by(self, peer: str) -> None:
-        """It gathers the group, or is asked to."""
-        self._asked |= {self._leader} - {""}
+        """It gathers the group that this peer is in now."""
+        self._before |= {self._leader} - {""}
         self._leader = peer
 
     def stands(self, members: Collection[str]) -> None:
-        """The group is there: whom of it this peer asked before follows the same leader."""
-        self._asked -= set(members)
+        """The group is there: who of it let this peer in before follows the same leader."""
+        self._before -= set(members)
+
+    def excuse(self) -> None:
+        """Nobody was at fault so far."""
+        self._leader = ""
+        self._before = set()
 
     def ended(self, *, committed: bool) -> None:
         """The exchange of the group is over, or none stood."""
         if committed:
             del self._failed[self._leader]
             return
-        for peer in sorted({self._leader, *self._asked} - {""}):
+        for peer in sorted({self._leader, *self._before} - {""}):
             self._failed[peer] += 1
             self._later[peer] = self._groups + 2 ** min(self._failed[peer], MOST_DOUBLINGS)
 
     def is_later(self, peer: str) -> bool:
-        """Whether groups that this peer gathered, or was asked to, failed of late, and others
-        gather the next ones."""
-        later = [each for each, until in self._later.items() if self._groups <= until]
-        most = sorted(later, key=lambda each: (self._failed[each], self._later[each]))
-        return peer in most[len(most) - min(len(most), self._most_later) :]
+        """Whether groups that it gathered failed of late, and others gather the next ones."""
+        self._later = {each: until for each, until in self._later.items() if self._groups <= until}
+        later = sorted(
+            filter(self.may_lead, self._later),
+            key=lambda each: (self._failed[each], self._later[each]),
+            reverse=True,
+        )
+        return peer in later[: self._most_later]
 
     async def get_averagers(self, group_key: str, only_active: bool) -> list[Any]:
         """Peer ids and expirations (run time) of those that have declared themselves under the key.
@@ -174,11 +192,13 @@ class PlanKeys(GroupKeyManager):
         found = await self._dht.get(group_key, latest=True, return_future=True, beam_size=BEAM)
         if found is None or not isinstance(found.value, dict):
             return []
-        return [
-            (peer, declared.expiration_time + EARLY_S * self.is_later(str(peer)))
-            for peer, declared in ((PeerID(name), each) for name, each in found.value.items())
-            if (declared.value or not only_active) and self.may_lead(str(peer))
-        ]
+        leaders = list[tuple[PeerID, float]]()
+        for name, declared in found.value.items():
+            peer, at = PeerID(name), declared.expiration_time
+            if (declared.value or not only_active) and self.may_lead(str(peer)):
+                later = self.is_later(str(peer))
+                leaders.append((peer, max(at, self._scheduled_at + LATER_S) if later else at))
+        return leaders
 
     async def declare_averager(
         self, group_key: str, peer_id: Any, expiration_time: float, looking_for_group: bool = True

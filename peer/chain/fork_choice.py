@@ -74,10 +74,10 @@ class Trust:
     do whose values are in the last ten records of our chain: a record that more than half of them
     claim, each counted once for every record that holds its values. So does what more than half of
     those claim whose values are in the very last one: they may make the next without the rest
-    (`may_start` in rounds/group.py), and who would not follow them could make none. Nobody else
-    counts. Whoever has no chain yet takes what the witness vouches for; while that is silent, what
-    `stand_ins` do: the bootstraps of its own invite. Empty: nobody is the witness, as in a swarm
-    without operator, and every claim counts.
+    (`may_start` in rounds/vote_count.py), and who does not follow them can make none while it sees
+    them. Nobody else counts. Whoever has no chain yet takes what the witness vouches for; while
+    that is silent, what `stand_ins` do: the bootstraps of its own invite. Empty: nobody is the
+    witness, as in a swarm without operator, and every claim counts.
 
     The witness itself believes what half of them claim, so that of two peers one can go on alone.
     Who has been silent for a record lifetime does not count there any more; with nobody left, and

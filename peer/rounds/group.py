@@ -200,6 +200,10 @@ class GroupRefused(Exception):
     """The group that formed may not exchange: every member leaves before a byte is sent."""
 
 
+class LeftOut(GroupRefused):
+    """The others go on without this peer."""
+
+
 class TooFew(GroupRefused):
     """Others that must be there did not come."""
 
@@ -375,7 +379,7 @@ class ExchangeOrder(SendFacts):
         if sum(map(len, every.values())) > MAX_TICKETS_BYTES:
             raise GroupRefused("the tickets of this group are too long")
         unknown = sum(len(each) for name, each in every.items() if not self.knows(name))
-        if unknown > UNKNOWN_TICKETS_BYTES and not self.knows(peer):
+        if self.last and unknown > UNKNOWN_TICKETS_BYTES and not self.knows(peer):
             raise GroupRefused("too many ask for this group whom this peer does not know")
 
     def ticket(self) -> Ticket:
@@ -425,7 +429,8 @@ def attempt_setup(
     reduced by those that vote. `group`: the id of the group, from which its rows follow.
 
     Raises:
-        GroupRefused: this peer is left out, or there is nobody to reduce.
+        GroupRefused: there is nobody to reduce, or no place for this peer.
+        LeftOut: it is to be left out.
         TooFew: of those that must be there.
     """
     plan = order.plan
@@ -442,7 +447,7 @@ def attempt_setup(
         round_number=plan.round,
     )
     if me in excluded:
-        raise GroupRefused("the others leave this peer out of the repeated attempt")
+        raise LeftOut("the others leave this peer out of the repeated attempt")
     tickets = {
         peer: ticket
         for peer, ticket in tickets.items()
@@ -460,7 +465,7 @@ def attempt_setup(
         excluded += sorted(unreliable)
     if may_start(present, views, order.last_contributors):
         if me not in present:
-            raise GroupRefused(
+            raise LeftOut(
                 "this peer sits out: exchanges with it had to be repeated, or most of what it sent "
                 "was left out or came too late"
             )

@@ -125,7 +125,9 @@ def may_start(
     or hold unsent tokens, itself included. Whoever is in the group is there, whatever a view says.
     The group must hold more than half of the last record's contributors that are there, or counted
     by at least half of those that are there: one member's word for peers that nobody else sees is
-    not enough, and who is new has none.
+    not enough, and who is new has none. (So where most of those that are there see nobody of the
+    rest, who may be cut off from them, both may start, as when all announcements have lapsed; the
+    operator's archive takes one record.)
 
     A group without any of them (the chain is empty, or they are gone) must hold more than half of
     those that at least half of its members count, and nobody of the last contributors among these.

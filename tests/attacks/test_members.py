@@ -71,6 +71,8 @@ def test_members_that_lie_stop_nobody_and_turn_nothing(
     )
     assert attacked / ATTACKED_S >= LEAST_SHARE * honest / HONEST_S
     assert loss_of(swarm) < loss + 0.1
+    if how == "fills":
+        assert "one of the crowd is in a group" in crowd[0].log_text()
     if how == "sends":
         assert len(with_liar) < len(records), "nobody let it sit out"
     if how in ("reduces", "splits"):

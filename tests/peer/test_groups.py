@@ -464,7 +464,7 @@ def test_a_ticket_that_would_keep_a_group_from_forming_is_refused() -> None:
     peers = tuple(f"12D3KooW{number:044d}" for number in range(MAX_MEMBERS))
     order = order_of(counted=peers, last_contributors=peers)
     pack = MSGPackSerializer.dumps
-    packed: Any = pack([None, 0, pack(order.ticket().pack(peers))])
+    packed = bytes(pack([None, 0, pack(order.ticket().pack(peers))]) or b"")
     *others, peer = peers
     order.check_length(peer, packed, dict.fromkeys(others, packed))  # a full group of honest ones
     with pytest.raises(GroupRefused, match="in a swarm of 3 peers"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -76,6 +76,7 @@ class Caller:
     key: str = KEY
     client_mode: bool = False
     leaders: tuple[int, ...] = ()  # who may gather its group; empty: anybody
+    failed: int = 0  # who gathered the group before, which came to nothing
 
 
 @dataclass
@@ -119,8 +120,18 @@ async def call(caller: Caller, room: Room, scheduled_at: float, found: Found) ->
     def may_lead(peer: str) -> bool:
         return not leaders or peer in leaders
 
-    expected = caller.expects or None
-    aim(matchmaking, caller.key, expected=expected, may_lead=may_lead, leaders=len(leaders) or 9)
+    for key in (OTHER_KEY, caller.key):
+        keys = aim(
+            matchmaking,
+            key,
+            scheduled_at=scheduled_at,
+            expected=caller.expects or None,
+            may_lead=may_lead,
+            leaders=len(leaders) or 9,
+        )
+        if caller.failed and key == OTHER_KEY:
+            keys.led_by(str(peer_id(caller.failed)))
+            keys.ended(committed=False)
     began = time.monotonic()
     deadline = scheduled_at + 0.8
     leads = not caller.client_mode and may_lead(str(me))
@@ -222,6 +233,14 @@ def test_where_one_does_not_come_the_group_stands_at_its_time() -> None:
     assert found.seconds[1] == pytest.approx(AHEAD_S, abs=LEAD_S + 0.15)
 
 
+@pytest.mark.parametrize("first", [1, 2])
+def test_two_meet_though_one_thinks_that_the_other_is_to_be_later(first: int) -> None:
+    """As where the other has started again and does not know: neither would ask the other."""
+    members = [Caller(name=1, expects=2), Caller(name=2, expects=2, failed=1)]
+    members = [replace(each, after_s=0.1 * (each.name != first)) for each in members]
+    assert in_one_group(search(members), (1, 2))
+
+
 def test_where_one_does_not_know_whom_to_expect_the_group_waits_for_its_time() -> None:
     found = search([Caller(name=1, expects=2), Caller(name=2, expects=0, after_s=0.05)])
     assert in_one_group(found, (1, 2))
@@ -264,7 +283,7 @@ def test_who_gathered_a_group_that_failed_is_later_for_a_while() -> None:
     leaders = 2
 
     def later_of(*peers: str) -> list[str]:
-        keys.aim(KEY, everybody, leaders)
+        keys.aim(KEY, 0.0, everybody, leaders)
         return [each for each in peers if keys.is_later(each)]
 
     def groups_of(leader: str, *, committed: bool) -> list[bool]:
@@ -273,7 +292,7 @@ def test_who_gathered_a_group_that_failed_is_later_for_a_while() -> None:
         keys.ended(committed=committed)
         found: list[bool] = []
         for _ in range(20):
-            keys.aim(KEY, everybody, leaders)
+            keys.aim(KEY, 0.0, everybody, leaders)
             found.append(keys.is_later(leader))
             keys.ended(committed=False)  # nobody was asked
         return found
@@ -283,7 +302,7 @@ def test_who_gathered_a_group_that_failed_is_later_for_a_while() -> None:
         assert groups_of("liar", committed=False) == [True] * later + [False] * (20 - later)
     keys.led_by("liar")
     keys.ended(committed=False)
-    keys.aim(KEY, everybody, leaders)
+    keys.aim(KEY, 0.0, everybody, leaders)
     assert groups_of("a", committed=False) == [False] * 20
     assert later_of("a", "liar") == ["liar"], "one of two leads, whatever fails"
     assert groups_of("liar", committed=True)[10:] == [False] * 10
@@ -302,13 +321,13 @@ def test_who_held_a_peer_until_it_was_late_is_later_than_the_leader_it_found(
     dht: Any = SimpleNamespace(peer_id=None)
     keys = PlanKeys(cast("Any", SimpleNamespace(dht=dht, prefix="run_stage0_averager")))
     for leader in ("another", "leads"):
-        keys.aim(KEY, everybody, leaders)
+        keys.aim(KEY, 0.0, everybody, leaders)
         keys.led_by("held")
         keys.led_by("sent on, and follows itself")
         keys.led_by(leader)
         keys.stands(("me", "sent on, and follows itself", leader))
         keys.ended(committed=False)
-    keys.aim(KEY, everybody, leaders)
+    keys.aim(KEY, 0.0, everybody, leaders)
     peers = ("held", "sent on, and follows itself", "leads", "another")
     assert [each for each in peers if keys.is_later(each)] == later
 
@@ -333,12 +352,12 @@ def test_the_pauses_between_searches_grow_and_begin_anew_with_each_plan(
             await keys.get_averagers(keys.current_key, only_active=True)
         return [each for each in pauses if each != 0.001]
 
-    keys.aim(KEY, everybody, 2)
+    keys.aim(KEY, 0.0, everybody, 2)
     first = asyncio.run(searches(12))
     assert first[0] == 0.0, "the first one waits for nothing"
     assert first == sorted(first)
     assert 1.0 <= first[-1] <= 3.0
     assert keys.current_key.startswith("run_stage0_averager-abab")
     assert keys.current_key.count(".") == 1, "hivemind splits keys at dots"
-    keys.aim(OTHER_KEY, everybody, 2)
+    keys.aim(OTHER_KEY, 0.0, everybody, 2)
     assert asyncio.run(searches(2)) == first[:2]

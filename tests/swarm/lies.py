@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import random
 import signal
 import tempfile
@@ -32,6 +33,8 @@ from dilocox.peer.rounds import exchange, shares, signed_means
 from dilocox.peer.rounds.group import TICKET_DOMAIN, Mean, Ticket
 from dilocox.peer.rounds.group_calls import GroupCalls
 from tests.swarm.altered import LEFT
+
+logger = logging.getLogger(__name__)
 
 CROWD = 6  # fresh keys, more than a group of the others has members
 AGAIN_S = 0.3
@@ -202,9 +205,6 @@ def _gather_with(lead: Any) -> None:
 def fills() -> None:
     """Comes to every group before the others with a crowd of fresh keys, which then say nothing."""
     aim, crowd = averager.aim, list[tuple[P2P, Identity]]()
-    asyncio.subprocess.create_subprocess_exec = functools.partial(
-        asyncio.subprocess.create_subprocess_exec, preexec_fn=dying_with_parent(signal.SIGKILL)
-    )
 
     def aiming(matchmaking: Any, key: str, **options: Any) -> Any:
         keys = aim(matchmaking, key, **options)
@@ -213,6 +213,10 @@ def fills() -> None:
 
     async def fill(matchmaking: Any, key: str) -> None:
         if not crowd:
+            asyncio.subprocess.create_subprocess_exec = functools.partial(
+                asyncio.subprocess.create_subprocess_exec,
+                preexec_fn=dying_with_parent(signal.SIGKILL),
+            )
             own = await matchmaking._p2p.list_peers()
             known = [f"{address}/p2p/{each.peer_id}" for each in own for address in each.addrs]
             tempfile.tempdir = folder = tempfile.mkdtemp(prefix=LEFT)  # and of the nodes' sockets
@@ -239,13 +243,14 @@ def fills() -> None:
         signature = fresh.sign(pack([TICKET_DOMAIN, mode, data]))
         request = averaging_pb2.JoinRequest(
             schema_hash=matchmaking.schema_hash,
-            expiration=matchmaking.get_request_expiration_time(),
+            expiration=matchmaking.step_control.scheduled_time + 1.0,  # later than any leader's
             gather=dumps([nothing, mode, dumps([data, signature])]),
         )
         stub: Any = StageAverager.get_stub(node, leader, namespace=matchmaking._prefix)
         with suppress(P2PDaemonError, P2PHandlerError, StopAsyncIteration, *REFUSED):
-            async for _ in await stub.rpc_join_group(request):
-                pass
+            async for message in await stub.rpc_join_group(request):
+                if message.ordered_peer_ids:
+                    logger.warning("one of the crowd is in a group")
 
     averager.aim = aiming
 

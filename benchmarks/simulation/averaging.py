@@ -352,7 +352,8 @@ class _Exchange:
 
     def _blamed(self, peer: str, heard: Collection[Vote]) -> tuple[str, ...]:
         counting = [vote for vote in heard if vote.voter in self._voters]
-        found = exclusion(counting, set(self._group) - {vote.voter for vote in heard})
+        silent = set(self._group) - {vote.voter for vote in heard}
+        found = exclusion(counting, silent, self._voters)
         return tuple(each for each in found if each != peer)
 
     def result(self, peer: str, heard: Collection[Vote]) -> AttemptResult:
@@ -613,4 +614,4 @@ def _excluded(stated: Iterable[bytes], members: Iterable[str], voting: Collectio
             voter, missed = json.loads(data)
             if voter in voting:
                 votes[voter] = Vote(voter=voter, digest=None, missed=tuple(missed))
-    return set(exclusion(votes.values(), set(members) - votes.keys()))
+    return set(exclusion(votes.values(), set(members) - votes.keys(), voting))

@@ -209,7 +209,8 @@ class Ballots:
     def blamed(self) -> tuple[str, ...]:
         """Whom a repeated attempt would leave out, by the votes at hand; never this member."""
         votes = self._counting()
-        found = exclusion(votes, set(self.ballot.members) - {vote.voter for vote in votes})
+        silent = set(self.ballot.members) - {vote.voter for vote in votes}
+        found = exclusion(votes, silent, self.ballot.voters)
         return tuple(peer for peer in found if peer != self.identity.peer_id)
 
     def _counting(self) -> list[Vote]:
@@ -264,7 +265,7 @@ def excluded_by(
         if vote.voter in voters:
             votes[vote.voter, vote.missed] = vote
     silent = set(members) - {voter for voter, _ in votes}
-    return list(exclusion(votes.values(), silent))
+    return list(exclusion(votes.values(), silent, voters))
 
 
 def _read_abort(data: bytes, of_round: list[object]) -> Vote:

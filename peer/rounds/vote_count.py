@@ -76,10 +76,15 @@ def choices(voters: Collection[str], votes: Iterable[Vote]) -> dict[str, str | N
     return {voter: next(iter(chosen)) for voter, chosen in seen.items() if len(chosen) == 1}
 
 
-def exclusion(aborts: Iterable[Vote], silent: Collection[str]) -> tuple[str, ...]:
-    """The smallest set of peers that covers every (voter, missed) pair: a retry leaves it out.
+def exclusion(
+    aborts: Iterable[Vote], silent: Collection[str], voters: Collection[str]
+) -> tuple[str, ...]:
+    """Whom a retry leaves out: who has no vote and was missed by two who have one, and the smallest
+    set of peers that covers every other (voter, missed) pair. Returned sorted.
 
-    Returned sorted. Where several sets are the smallest, peers are ranked, the silent ones (who
+    Keys without a vote cost nothing: of more of them than there are voters, all silent, the voters
+    would be the smaller set. One voter's word for them is a pair like others, unless there is but
+    one. Where several sets are the smallest, peers are ranked, the silent ones (who
     cast no vote) before the others and the larger id before the smaller, and the set that comes
     first in the dictionary of that alphabet wins.
 
@@ -90,26 +95,33 @@ def exclusion(aborts: Iterable[Vote], silent: Collection[str]) -> tuple[str, ...
     members that recompute it from the same aborts end with the same set.
     """
     pairs = {(vote.voter, peer) for vote in aborts if vote.digest is None for peer in vote.missed}
-    quiet = set(silent)
+    told = Counter(missed for _, missed in pairs if missed not in voters)
+    enough = min(2, len({voter for voter, _ in pairs}))
+    cheap = {peer for peer, count in told.items() if count >= enough}
+    pairs = {pair for pair in pairs if pair[1] not in cheap}
+    return tuple(sorted(cheap | _smallest_cover(pairs, set(silent))))
+
+
+def _smallest_cover(pairs: set[tuple[str, str]], quiet: set[str]) -> set[str]:
     ranked = sorted({peer for pair in pairs for peer in pair}, reverse=True)
     ranked.sort(key=lambda peer: peer not in quiet)
     work = 0
     for size in range(len(ranked) + 1):
         for chosen in combinations(ranked, size):
             if all(voter in chosen or missed in chosen for voter, missed in pairs):
-                return tuple(sorted(chosen))
+                return set(chosen)
             work += 1
             if work >= EXCLUSION_WORK:
-                return tuple(sorted(_greedy_cover(ranked, pairs)))
-    return tuple(sorted(ranked))
+                return _greedy_cover(ranked, pairs)
+    return set(ranked)
 
 
-def _greedy_cover(ranked: list[str], pairs: set[tuple[str, str]]) -> list[str]:
-    cover: list[str] = []
+def _greedy_cover(ranked: list[str], pairs: set[tuple[str, str]]) -> set[str]:
+    cover = set[str]()
     while pairs:
         blame = Counter(peer for pair in pairs for peer in pair)
         worst = max(ranked, key=lambda peer: blame[peer])  # max keeps the first where they tie
-        cover.append(worst)
+        cover.add(worst)
         pairs = {pair for pair in pairs if worst not in pair}
     return cover
 

@@ -20,6 +20,7 @@ from dilocox.peer.rounds.vote_count import (
 )
 
 D1, D2 = "1" * 64, "2" * 64
+MANY = "abcdefghij"  # who vote
 COMMITTED, VOID, UNDECIDED = Verdict.COMMITTED, Verdict.VOID, Verdict.UNDECIDED
 
 
@@ -147,19 +148,19 @@ def abort(voter: str, *missed: str) -> Vote:
 def test_exclusion_is_the_smallest_cover_silent_first_then_larger_ids(
     aborts: list[Vote], silent: list[str], left_out: tuple[str, ...]
 ) -> None:
-    assert exclusion(aborts, silent) == left_out
+    assert exclusion(aborts, silent, MANY) == left_out
 
 
 def test_votes_for_a_digest_blame_nobody() -> None:
-    assert exclusion([Vote(voter="a", digest=D1, missed=("b",))], []) == ()
+    assert exclusion([Vote(voter="a", digest=D1, missed=("b",))], [], MANY) == ()
 
 
 def test_exclusion_depends_neither_on_the_order_nor_on_repeats() -> None:
     aborts = [abort("a", "b", "e"), abort("c", "d"), abort("d", "a"), abort("e", "b")]
-    expected = exclusion(aborts, ["e"])
+    expected = exclusion(aborts, ["e"], MANY)
     for seed in range(20):
         shuffled = random.Random(seed).sample(aborts * 2, k=2 * len(aborts))
-        assert exclusion(shuffled, ["e"]) == expected
+        assert exclusion(shuffled, ["e"], MANY) == expected
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -167,7 +168,7 @@ def test_exclusion_is_a_smallest_cover_for_up_to_twelve_peers(seed: int) -> None
     chance = random.Random(seed)
     peers = [f"p{index:02d}" for index in range(chance.randint(2, 12))]
     pairs = {tuple(chance.sample(peers, 2)) for _ in range(chance.randint(1, 25))}
-    left_out = set(exclusion([abort(voter, missed) for voter, missed in pairs], []))
+    left_out = set(exclusion([abort(voter, missed) for voter, missed in pairs], [], peers))
     assert all(left_out & set(pair) for pair in pairs)
     smaller = combinations(peers, len(left_out) - 1)
     assert not any(all(set(few) & set(pair) for pair in pairs) for few in smaller)
@@ -176,7 +177,7 @@ def test_exclusion_is_a_smallest_cover_for_up_to_twelve_peers(seed: int) -> None
 def test_exclusion_finds_the_few_to_blame_in_a_large_group_exactly() -> None:
     peers = [f"p{index:03d}" for index in range(60)]
     aborts = [abort(peer, "p007", "p031") for peer in peers if peer not in ("p007", "p031")]
-    assert exclusion(aborts, []) == ("p007", "p031")
+    assert exclusion(aborts, [], peers) == ("p007", "p031")
 
 
 def test_exclusion_of_a_large_group_in_pieces_is_bounded_and_still_covers() -> None:
@@ -184,10 +185,22 @@ def test_exclusion_of_a_large_group_in_pieces_is_bounded_and_still_covers() -> N
     peers = [f"p{index:03d}" for index in range(64)]
     aborts = [abort(peer, *chance.sample(peers, 6)) for peer in peers]
     started = time.process_time()
-    left_out = set(exclusion(aborts, peers[:5]))
+    left_out = set(exclusion(aborts, peers[:5], peers))
     assert time.process_time() - started < 10  # and not 2 ** 64 sets
     assert all(vote.voter in left_out or set(vote.missed) <= left_out for vote in aborts)
     assert len(left_out) < len(peers)
+
+
+@pytest.mark.parametrize("voters", ["a", "ab", "abcd"])
+def test_a_crowd_without_votes_is_left_out_and_not_the_fewer_who_missed_it(voters: str) -> None:
+    """Six silent keys, which cost nothing, beside four members: the four were the smaller set."""
+    crowd = [f"key {number}" for number in range(6)]
+    aborts = [abort(voter, *crowd) for voter in voters]
+    assert exclusion(aborts, crowd, voters) == tuple(crowd)
+    with_one_of_them = [abort(voter, *crowd, "e") for voter in voters]
+    assert exclusion(with_one_of_them, [*crowd, "e"], f"{voters}e") == ("e", *crowd)
+    told = [abort("a", *crowd, "b"), abort("c", "a"), abort("d", "a")]
+    assert exclusion(told, [], "abcd") == ("a",), "nobody else missed the crowd"
 
 
 # ---- who must be there -------------------------------------------------------------------------

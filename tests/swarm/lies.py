@@ -228,6 +228,7 @@ def fills() -> None:
                     nat_port_map=False,
                     dht_mode="client",
                     startup_timeout=60,
+                    check_if_identity_free=False,
                 )
                 crowd.append((node, fresh))
         keys = matchmaking.group_key_manager
@@ -238,11 +239,14 @@ def fills() -> None:
 
     async def join(matchmaking: Any, node: P2P, fresh: Identity, leader: PeerID) -> None:
         loads, dumps = MSGPackSerializer.loads, MSGPackSerializer.dumps
+        if not matchmaking.is_looking_for_group:
+            return
         nothing, mode, ticket = loads(matchmaking.step_control.data_for_gather)
         data, _ = loads(ticket)
         signature = fresh.sign(pack([TICKET_DOMAIN, mode, data]))
         request = averaging_pb2.JoinRequest(
             schema_hash=matchmaking.schema_hash,
+            group_key=matchmaking.group_key_manager.current_key,
             expiration=matchmaking.step_control.scheduled_time + 1.0,  # later than any leader's
             gather=dumps([nothing, mode, dumps([data, signature])]),
         )

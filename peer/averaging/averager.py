@@ -381,7 +381,8 @@ class StageAverager(PeerService, DecentralizedAverager):
         self, request: averaging_pb2.JoinRequest, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
         """hivemind's, for those who are admitted to the run and not blamed for the attempt before,
-        with a group that is whole when it is for all who join it.
+        with a group that is whole when it is for all known ones who join it, and that waits for its
+        time where another one does.
         """
         if not self._admits(str(context.remote_id)):
             self.refused.add("admission")
@@ -445,7 +446,7 @@ class StageAverager(PeerService, DecentralizedAverager):
         for peer, gathered in zip(group_info.peer_ids, group_info.gathered, strict=True):
             try:
                 tickets[str(peer)] = self._ticket(gathered, str(peer))
-            except GroupRefused as error:  # all have the same of it, and leave its sender out
+            except GroupRefused as error:  # all leave its sender out, unless the leader altered it
                 self.refused.add("ticket")
                 logger.debug("round %d: %s: %s", order.plan.round, peer, error)
         keys: PlanKeys = self._matchmaking.group_key_manager

@@ -12,7 +12,7 @@ with four members on loopback, 6.7 MB in the three seconds before an exchange of
   others, and by the last contributors that are counted;
 - who asks first leads: later callers find the leader with one search and join it, and it need not
   look for others. Only where two ask at once, or clocks differ, do leaders meet by searching. Who
-  was in no record leads nobody where one is there that was: it could gather all, and never begin;
+  has no vote leads nobody where another one has: it could gather all, and never begin;
 - searches have growing pauses between them and ask few nodes, and nobody takes a declaration back:
   its key is of this attempt alone.
 """

@@ -72,7 +72,7 @@ class Trust:
     what it claims record by record, and each record names the one before: so its one signed claim
     vouches for the whole chain behind it. Where it is silent, behind, or no claim of it fits, those
     do whose values are in the last ten records of our chain: a record that more than half of them
-    claim, each counted once for every record that holds its values. So does what more than half of
+    claim, each counted once for every record that it had a vote in. So does what more than half of
     those claim whose values are in the very last one: they may make the next without the rest
     (`may_start` in rounds/vote_count.py), and who does not follow them can make none while it sees
     them. Nobody else counts. Whoever has no chain yet takes what the witness vouches for; while
@@ -179,7 +179,7 @@ class Trust:
         return random.choice(pool or list(peers))
 
     def knows(self, peer: str) -> bool:
-        """Whether its values are in our last records, or it is a bootstrap."""
+        """Whether it had a vote in our last records, or is a bootstrap."""
         return self._credit.has(peer) or peer in self._stand_ins or peer == self._witness
 
     def teller(self, telling: Sequence[str]) -> str:

@@ -254,7 +254,7 @@ def excluded_by(
     Aborts that are malformed, unsigned, of another round or of nobody whose votes count do not
     count; all members state theirs to all, so all reach the same set. Votes of those that are not
     there do not matter: they are in no pair of members. `members`: of the repeated attempt; those
-    without an abort were silent. `voters`: of these.
+    without an abort that counts were silent. `voters`: of these.
     """
     votes: dict[tuple[str, tuple[str, ...]], Vote] = {}
     for data in aborts:

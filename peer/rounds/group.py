@@ -197,7 +197,7 @@ _SIGNED = TypeAdapter(tuple[StrictBytes, StrictBytes])
 
 
 class GroupRefused(Exception):
-    """The group that formed may not exchange: every member leaves before a byte is sent."""
+    """This peer may not exchange with the group that formed; nor may others, but for `LeftOut`."""
 
 
 class LeftOut(GroupRefused):
@@ -426,7 +426,8 @@ def attempt_setup(
     would void both of every round, and no record would say so. Who states another plan, or no
     tokens, is left out: all have the same tickets, and one that makes no sense stops nobody. Where
     more come than a record holds, those who were in the most records stay. A repeated attempt is
-    reduced by those that vote. `group`: the id of the group, from which its rows follow.
+    reduced by those that vote, if any can be reached. `group`: the id of the group, from which its
+    rows follow.
 
     Raises:
         GroupRefused: there is nobody to reduce, or no place for this peer.

@@ -19,6 +19,7 @@ from dilocox.peer.averaging.matchmaking import LEAD_S, PlanKeys, aim, expect, ow
 
 KEY, OTHER_KEY = "ab" * 32, "cd" * 32
 AHEAD_S = 1.0  # from the first call to the group's time
+GIVE_UP_S = 2.5  # after it, as in the product
 SOON_S = 0.6  # a group that stands so soon did not wait for its time
 
 
@@ -133,7 +134,7 @@ async def call(caller: Caller, room: Room, scheduled_at: float, found: Found) ->
             keys.led_by(str(peer_id(caller.failed)))
             keys.ended(committed=False)
     began = time.monotonic()
-    deadline = scheduled_at + 0.8
+    deadline = scheduled_at + GIVE_UP_S
     leads = not caller.client_mode and may_lead(str(me))
     step: Any = SimpleNamespace(
         scheduled_time=own_time(scheduled_at, get_dht_time(), may_lead=leads),

@@ -176,6 +176,7 @@ class StageAverager(PeerService, DecentralizedAverager):
         self._encoders: dict[object, StageEncoder] = {}
         self._asked_at = 0.0  # for the group that forms, or formed last
         self._committed: Plan | None = None  # the last one
+        self._lacking = False  # whether its group was without somebody
         matchmaking_s = local.manifest.deadlines.matchmaking_s
         super().__init__(
             (torch.zeros(1),),  # for its own reduction, which is not used
@@ -375,7 +376,7 @@ class StageAverager(PeerService, DecentralizedAverager):
         step.scheduled_time += LATER_S * keys.is_later(self.local.me)
         with contextlib.suppress(Exception):  # `step` has it already, and the caller gets it there
             await super()._step(step=step, future_for_init=future_for_init)
-        keys.ended(committed=self._committed == order.plan)
+        keys.ended(committed=self._committed == order.plan, lacking=self._lacking)
 
     async def rpc_join_group(
         self, request: averaging_pb2.JoinRequest, context: P2PContext
@@ -470,6 +471,7 @@ class StageAverager(PeerService, DecentralizedAverager):
             if not local.swarm.admits(peer):
                 raise GroupRefused(f"{peer} is not admitted to the run")
         setup = attempt_setup(order, local.manifest, codec, local.me, tickets, group=group)
+        self._lacking = bool(setup.lacking)
         ballot = Ballot(
             run=plan.run,
             stage=plan.stage,

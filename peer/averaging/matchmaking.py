@@ -38,6 +38,7 @@ BEAM = 5  # nodes that a search or a declaration minds: a declaration lies on so
 EARLY_S = 60.0  # before a group's time, and more, all are equally early
 LEAD_S = 0.2  # by so much the group's time of who asks at the last moment is later
 LATER_S = 0.5  # likewise, of who gathered a group that came to nothing
+LACKING_GROUPS = 2  # that who gathered one without somebody gathers none of
 MOST_DOUBLINGS = 6  # of the groups that it gathers none of then
 
 
@@ -114,9 +115,10 @@ class PlanKeys(GroupKeyManager):
     Who gathered a group that came to nothing, whoever's fault that was, is later than all others in
     the next 2, 4, 8, ... groups: it may have told each member something else. So is who let this
     peer in before and is not in that group: it may have held this peer until it was late, or sent
-    it on to anybody. At most half of those that may lead are later, those of them that failed most
-    often: so that one always leads. To who thinks otherwise of itself they come once their group's
-    time is over.
+    it on to anybody. Who gathered one without somebody of the last record's is so in the next two
+    groups, for it may not have let that in. At most half of those that may lead are later, those of
+    them that failed most often: so that one always leads. To who thinks otherwise of itself they
+    come once their group's time is over.
 
     Attributes:
         may_lead: whether to join the groups that a peer gathers.
@@ -163,10 +165,14 @@ class PlanKeys(GroupKeyManager):
         self._leader = ""
         self._before = set()
 
-    def ended(self, *, committed: bool) -> None:
-        """The exchange of the group is over, or none stood."""
+    def ended(self, *, committed: bool, lacking: bool = False) -> None:
+        """The exchange of the group is over, or none stood. lacking: somebody was not in it."""
         if committed:
             del self._failed[self._leader]
+            if lacking:  # it may as well have stayed away for that: this never grows
+                self._later[self._leader] = max(
+                    self._later.get(self._leader, 0), self._groups + LACKING_GROUPS
+                )
             return
         for peer in sorted({self._leader, *self._before} - {""}):
             self._failed[peer] += 1

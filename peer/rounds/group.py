@@ -43,7 +43,7 @@ from dilocox.peer.rounds.record import (
     part_bytes,
 )
 from dilocox.peer.rounds.standing import credits, most_tokens, sitting_out, voters
-from dilocox.peer.rounds.vote_count import MAX_MEMBERS, Verdict, may_start
+from dilocox.peer.rounds.vote_count import MAX_MEMBERS, Verdict, counted_by, may_start
 
 PHASE_SHARE = 0.25  # of the exchange's time that a phase has whatever its bytes
 
@@ -83,6 +83,7 @@ class AttemptSetup:
     shares: tuple[Share, ...]  # as `Grid.shares` orders them
     phases: tuple[Phase, ...]
     excluded: tuple[str, ...]  # whom this attempt, a repeated one, leaves out
+    lacking: frozenset[str]  # of the last record's contributors, who is there and did not come
     plan: RoundPlan
     robust: RobustRule
     deadlines: DeadlineSpec  # exchange_s: to move what these ranks move, in all phases together
@@ -458,6 +459,8 @@ def attempt_setup(
         raise GroupRefused("what the others heard of this peer is not what it stated")
     # whoever is here counts itself: one that counts nobody stops no group
     views = {peer: ticket.resolved(tickets) | {peer} for peer, ticket in tickets.items()}
+    there = counted_by(tickets, views, order.last_contributors) & set(order.last_contributors)
+    lacking = frozenset(there - tickets.keys() - set(excluded))
     present = tickets.keys() - sitting_out(before, plan.round)
     told = {peer: tickets[peer].unreliable for peer in present}
     unreliable = missed_by_most(told, credited)
@@ -528,6 +531,7 @@ def attempt_setup(
         shares=grid.shares(phases),
         phases=phases,
         excluded=tuple(excluded),
+        lacking=lacking,
         plan=RoundPlan(manifest, codec),
         deadlines=deadlines,
         codec_s=codec_s,

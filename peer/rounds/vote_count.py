@@ -148,13 +148,23 @@ def may_start(
     group, last = set(members), set(last_contributors)
     if not group or not all(view_of.get(member) for member in group):
         return False
-    here = group & last
-    heard = here or group
-    told = Counter(peer for member in heard for peer in set(view_of[member]))
-    counted = {peer for peer, count in told.items() if 2 * count >= len(heard)}
+    here, counted = group & last, counted_by(members, view_of, last)
     if here:
         return 2 * len(here) > len(counted & last | here)
     return not counted & last and 2 * len(group) > len(counted | group)
+
+
+def counted_by(
+    members: Collection[str],
+    view_of: Mapping[str, Collection[str]],
+    last_contributors: Collection[str],
+) -> set[str]:
+    """Whom at least half of a group count: of those in it that are among the last record's
+    contributors, or of all where none is.
+    """
+    heard = set(members) & set(last_contributors) or set(members)
+    told = Counter(peer for member in heard for peer in set(view_of[member]))
+    return {peer for peer, count in told.items() if 2 * count >= len(heard)}
 
 
 class AloneWatch:

@@ -15,6 +15,7 @@ from tests.swarm.small_run import fixed_steps
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 
 HONEST_S, FIRST_S, ATTACKED_S = 60.0, 60.0, 120.0
+LEAST_IN = 0.5  # of the records, is each of the others a member
 LEAST_SHARE = 0.9 / 2  # of the honest rounds a minute, and a factor of two for busy machines
 
 
@@ -31,6 +32,7 @@ LEAST_SHARE = 0.9 / 2  # of the honest rounds a minute, and a factor of two for 
         ("leads", 1),  # A7: gathers every group, and gives each member another ticket of its own
         ("forges", 1),  # likewise, another ticket of the others
         ("gathers", 2),  # gather every group, and never begin
+        ("chooses", 1),  # gathers every group, of as few as may begin, and always the same ones
         ("sends on", 1),  # gathers every group, and sends the others in a circle
         ("withholds", 1),  # gives its mean to one of the others, and does not vote
         ("fills", 1),  # comes to every group with six fresh keys
@@ -75,6 +77,16 @@ def test_members_that_lie_stop_nobody_and_turn_nothing(
     assert loss_of(swarm) < loss + 0.1
     if how == "fills":
         assert "one of the crowd is in a group" in crowd[0].log_text()
+    if how == "chooses":
+        shares = sorted(
+            sum(
+                peer.peer_id in {member.peer for member in record.members}
+                for record in records.values()
+            )
+            for peer in swarm.peers
+        )
+        print(f"the others are in {shares} of them")
+        assert shares[0] >= LEAST_IN * len(records), "it left out whom it likes"
     if how == "sends":
         assert len(with_liar) < len(records), "nobody let it sit out"
     if how in ("reduces", "splits"):

@@ -254,6 +254,7 @@ class Group:
                 shares=self.shares,
                 phases=phases,
                 excluded=(),
+                lacking=frozenset(),
                 plan=RoundPlan(manifest, self.codec),
                 robust=robust,
                 deadlines=DeadlineSpec(exchange_s=exchange_s, vote_s=VOTE_S, silence_s=silence_s),

@@ -282,6 +282,15 @@ def test_the_last_records_contributors_decide_where_they_are_still_there() -> No
     assert len(setup({"b": TICKET, "c": TICKET}, "b", **changes).members) == 2
 
 
+def test_a_group_knows_who_of_the_last_records_contributors_did_not_come() -> None:
+    sees = {name: replace(TICKET, counted=tuple(name + "xyz")) for name in "abc"}
+    tickets = sees | {"b": replace(TICKET, counted=("b", "z"))}
+    agreed = setup(tickets, last_contributors=("a", "b", "c", "y"))
+    assert agreed.lacking == {"y"}, "z was in no record, and most see y"
+    tickets |= {"c": replace(TICKET, counted=("c",))}
+    assert not setup(tickets, last_contributors=("a", "b", "c", "y")).lacking
+
+
 def test_of_more_members_than_a_record_holds_the_newest_leave_before_a_byte_is_sent() -> None:
     names = [f"peer{place:03d}" for place in range(MAX_MEMBERS + 9)]
     old = names[5:]

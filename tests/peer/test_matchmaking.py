@@ -333,6 +333,31 @@ def test_who_held_a_peer_until_it_was_late_is_later_than_the_leader_it_found(
     assert [each for each in peers if keys.is_later(each)] == later
 
 
+def test_who_gathers_a_group_that_lacks_somebody_is_later_in_the_next_two() -> None:
+    """It may leave out whom it likes; and others may stay away for that, again and again."""
+    dht: Any = SimpleNamespace(peer_id=None)
+    keys = PlanKeys(cast("Any", SimpleNamespace(dht=dht, prefix="run_stage0_averager")))
+
+    def later_after(leader: str, *, committed: bool = True, lacking: bool = False) -> list[str]:
+        keys.led_by(leader)
+        keys.ended(committed=committed, lacking=lacking)
+        keys.aim(KEY, 0.0, everybody, 4)
+        return [each for each in "abcd" if keys.is_later(each)]
+
+    keys.aim(KEY, 0.0, everybody, 4)
+    assert later_after("a") == []
+    for _ in range(3):
+        assert later_after("a", lacking=True) == ["a"]
+        assert later_after("b") == ["a"]
+        assert later_after("b") == []
+    for leader in "bcd" * 3:
+        later_after(leader, lacking=True)
+    assert "a" in later_after("a", committed=False), "it failed, and they did not"
+    later_after("a", committed=False)
+    later_after("a", lacking=True)
+    assert ["a" in later_after("b") for _ in range(3)] == [True, True, False], "of 4 for failures"
+
+
 def test_the_pauses_between_searches_grow_and_begin_anew_with_each_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

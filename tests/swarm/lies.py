@@ -29,6 +29,7 @@ from dilocox.dht.rpc import REFUSED
 from dilocox.dht.wire import pack
 from dilocox.peer.averaging import averager
 from dilocox.peer.averaging.averager import StageAverager
+from dilocox.peer.averaging.matchmaking import PlanKeys
 from dilocox.peer.rounds import exchange, shares, signed_means
 from dilocox.peer.rounds.group import TICKET_DOMAIN, Mean, Ticket
 from dilocox.peer.rounds.group_calls import GroupCalls
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 CROWD = 6  # fresh keys, more than a group of the others has members
 AGAIN_S = 0.3
 
+_own_time = averager.own_time
 _exchange_parts = exchange.Attempt.exchange_parts
 _join = StageAverager.rpc_join_group
 _push, _sign = GroupCalls.push_mean, signed_means.MeanSeal.sign
@@ -189,6 +191,31 @@ def sends_on() -> None:
     _gather_with(lead)
 
 
+def chooses() -> None:
+    """Gathers every group, of as few of the last record's members as may begin and always the same
+    ones, and comes to no group of others."""
+
+    search = PlanKeys.get_averagers
+
+    @functools.wraps(_join)
+    async def lead(self: Any, request: Any, context: Any) -> AsyncIterator[Any]:
+        me, last = str(self.peer_id), self._current_order().last_contributors
+        others = sorted({*last} - {me})
+        if str(context.remote_id) not in others[: len(last) // 2]:
+            yield _message("GROUP_DISBANDED")
+            return
+        async for message in _join(self, request, context):
+            yield message
+
+    async def nobody(self: PlanKeys, group_key: str, only_active: bool) -> list[Any]:
+        if self.may_lead(str(self.peer_id)):
+            return []
+        return await search(self, group_key, only_active)
+
+    _gather_with(lead)
+    PlanKeys.get_averagers = nobody
+
+
 def _message(code: str, **facts: Any) -> Any:
     messages: Any = averaging_pb2  # hivemind types it without its codes
     return messages.MessageFromLeader(code=messages.MessageCode.Value(code), **facts)
@@ -196,7 +223,9 @@ def _message(code: str, **facts: Any) -> Any:
 
 def _gather_with(lead: Any) -> None:
     def first(scheduled_at: float, now: float, *, may_lead: bool) -> float:
-        return scheduled_at - 0.5
+        if may_lead:
+            return scheduled_at - 0.5
+        return _own_time(scheduled_at, now, may_lead=False)  # it joins others until it may
 
     averager.own_time = first
     StageAverager.rpc_join_group = lead
@@ -281,6 +310,7 @@ LIES: dict[str, Callable[[], None]] = {
     "forges": forges,
     "gathers": gathers,
     "sends on": sends_on,
+    "chooses": chooses,
     "fills": fills,
     "intrudes": intrudes,
 }

@@ -57,7 +57,7 @@ test-watch: install  ## Chromium, Prometheus and a monitor look at swarms (the f
 test-swarm: install  ## all swarm tests: real processes, killed, frozen and far apart (over two hours)
 	$(BIN)/python -m pytest -m 'swarm' -s $(TEST_ARGS)
 
-attack: install  ## strangers, members and 200,000 messages of nonsense attack swarms (25 minutes); part of test-swarm
+attack: install  ## strangers, members and 200,000 messages of nonsense attack swarms (over an hour); part of test-swarm
 	$(BIN)/python -m pytest -m 'swarm' -s tests/attacks $(TEST_ARGS)
 
 chaos: install  ## eight peers hurt at random, many at once; CHAOS_SEEDS=20 runs of CHAOS_MINUTES=10

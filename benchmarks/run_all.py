@@ -149,6 +149,13 @@ BENCHES = (
         arguments=("--inner-steps", "100", "--rounds", "4"),
         limit_s=900,
     ),
+    Bench(
+        name="simulate-liars",
+        script="simulate.py",
+        arguments=("--liars",),
+        quick=("--liars", "--quick"),
+        limit_s=600,
+    ),
     Bench(name="plan-costs", script="plan_costs.py"),
     Bench(name="memory", script="memory.py"),
     Bench(

@@ -265,7 +265,14 @@ class StageAverager(PeerService, DecentralizedAverager):
         )
 
     def _chain(self, holders: list[str], *, older: bool = False) -> ChainClient:
-        return ChainClient(self._client, self._check, holders, compute=self.in_pool, older=older)
+        return ChainClient(
+            self._client,
+            self._check,
+            holders,
+            trusted=self.local.trusted,
+            compute=self.in_pool,
+            older=older,
+        )
 
     @cached_property
     def _check(self) -> RecordCheck:

@@ -43,6 +43,7 @@ CALL_LIMIT_S = 6 * 3600.0  # of a whole model; a transfer that stalls fails much
 WALK_LIMIT_S = 3 * RECORDS_LIMIT_S  # the averager ends it by itself before
 PAUSE_AFTER_FAILURE_S = 1.0
 MAX_SLOW = 5  # then it is our own line that is slow
+PROVING_RECORDS = 2  # after a state: the first names its anchor, the second what its momentum made
 MANY_ROUNDS = 100  # to catch up with so many takes a while
 
 
@@ -116,6 +117,7 @@ class ChainFollower:
         )
         self._follows = False  # since it took part in a record, or began
         self._asked = ""  # of whom the last records or state were
+        self._donor = "", 0  # of the last state, and the round that it is of
         self._slow: set[str] = set()  # donors that others may be faster than
         self.states_taken = 0
 
@@ -294,6 +296,9 @@ class ChainFollower:
         except AnchorDiffers as error:
             logger.error("alarm: %s; taking a state from another peer", error)
             self._state_needed = _StateNeeded()
+            donor, taken = self._donor
+            if donor and self.applied < taken + PROVING_RECORDS:
+                self._book.lied(donor)
             if not isinstance(error, AnchorLost):
                 self._events.lease.give_back()  # to be saved and validated meanwhile
         except NoState as error:
@@ -376,7 +381,7 @@ class ChainFollower:
     def _took_state(self, state: TakenState, needed: _StateNeeded) -> None:
         told = None if self._told is None else self._told.up_to(state.digest)
         event = Resynced(state=state, fork_round=needed.fork_round, told=told)
-        self._state_needed = None
+        self._state_needed, self._donor = None, (self._asked, state.round)
         self.states_taken += 1
         self._slow.clear()
         self._hand_over(event, lambda: self._switched(state.round, state.anchor_sha256))

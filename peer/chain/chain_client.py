@@ -28,7 +28,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,6 +54,7 @@ from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.rounds.ballots import MAX_CERTIFICATE_BYTES
 from dilocox.peer.rounds.outer_step import anchor_sha256
 from dilocox.peer.rounds.record import SHA256, RoundRecord, digest_of
+from dilocox.peer.rounds.standing import voters_after
 
 logger = logging.getLogger(__name__)
 
@@ -211,19 +212,22 @@ class ChainClient(HeaderClient):
         check: RecordCheck,
         holders: Sequence[str],
         *,
+        trusted: Collection[str] | None = None,
         compute: Compute = asyncio.to_thread,
         older: bool = False,
         deadline: float = math.inf,
         limits: Limits = Limits(),
         now: Callable[[], float] = time.monotonic,
     ):
-        """check: what each record and state must pass. compute: for what is slow. The rest is as
-        for HeaderClient.
+        """check: what each record and state must pass. trusted: whose states are taken, beside
+        those of voters; None: everybody's. compute: for what is slow. The rest is as for
+        HeaderClient.
         """
         super().__init__(
             client, check.run, check.stage, holders, older=older, deadline=deadline, now=now
         )
         self.check = check
+        self._trusted_donors = trusted
         self._compute = compute
         self._limits = limits
 
@@ -351,8 +355,12 @@ class ChainClient(HeaderClient):
     ) -> StateOffer:
         """What state a peer has. `helps`: whether one that stands on this record is wanted at all.
 
+        No record names the anchor that it makes, only the one that it applies to: so the newest
+        state cannot be checked, and anybody can claim a record that others made. It is taken of
+        those alone who have a vote after it, and of who is trusted.
+
         Raises:
-            NoState: it has none, or one that does not help.
+            NoState: it has none, or one that does not help, or nobody knows it.
             ConnectionError: the peer cannot be reached. TimeoutError: it gives its record by drops.
             RecordRefused, CallRefused: what it says is not sound.
         """
@@ -364,6 +372,10 @@ class ChainClient(HeaderClient):
         found = await self._record(peer, digest)
         if found is None:
             raise CallRefused(f"{peer} has no record for its state")
+        if self._trusted_donors is not None and peer not in self._trusted_donors:
+            number = found.record.round
+            if peer not in voters_after(found.record.standings, number + 1):
+                raise NoState(f"{peer} has no vote after round {number}, which its state is of")
         return StateOffer(
             peer=peer,
             sha256=sha256,

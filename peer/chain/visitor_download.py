@@ -68,11 +68,13 @@ NO_LIMITS = Limits(headers_s=math.inf, records_s=math.inf, stall_s=math.inf)
 
 def counted_claims(place: Joined, stage: int) -> dict[str, ClaimRecord]:
     """What a stage's peers claim that counts, of whoever has a record or not yet: first the record
-    that the operator's archive vouches for, then the longest chain.
+    that the operator's archive vouches for, or one of the invite while that is silent, then the
+    longest chain.
     """
     found = place.swarm.read(claim_key(place.run, stage), ClaimRecord) or {}
     counting = that_count(found, place.manifest)
-    vouched = counting.get(place.witness)
+    trusted = (place.witness, *sorted(place.trusted or ()))
+    vouched = next((counting[peer] for peer in trusted if peer in counting), None)
 
     def order(item: tuple[str, ClaimRecord]) -> tuple[object, ...]:
         peer, claim = item
@@ -82,7 +84,7 @@ def counted_claims(place: Joined, stage: int) -> dict[str, ClaimRecord]:
             vouched.chain_tokens,
         )
         # of those the others first: a bootstrap's line is everybody's
-        return (not believed, peer == place.witness, -claim.chain_tokens, -claim.round, peer)
+        return (not believed, peer in trusted, -claim.chain_tokens, -claim.round, peer)
 
     return dict(sorted(counting.items(), key=order))
 
@@ -108,7 +110,15 @@ async def claimed_chain(
     )
     counting = counted_claims(place, stage)
     claims = {peer: claim for peer, claim in counting.items() if claim.round >= 0}
-    chain = ChainClient(client, check, list(claims), older=older, deadline=deadline, limits=limits)
+    chain = ChainClient(
+        client,
+        check,
+        list(claims),
+        trusted=place.trusted,
+        older=older,
+        deadline=deadline,
+        limits=limits,
+    )
     return ClaimedChain(chain=chain, claims=claims, peers=len(counting))
 
 

@@ -78,6 +78,7 @@ class MemorySwarm:
         place = SimpleNamespace(
             run=RUN,
             witness="",
+            trusted=None,
             manifest=manifest,
             swarm=SimpleNamespace(read=lambda key, _: claims(stages[key])),
             dht=SimpleNamespace(replicate_p2p=replicate_p2p),

@@ -14,7 +14,7 @@ from dilocox.dht.identity import Identity
 from dilocox.dht.records import ClaimRecord
 from dilocox.dht.rpc import PeerBusy, TooSlow
 from dilocox.dht.swarm_view import SwarmView
-from dilocox.peer.averaging.averager import Applied
+from dilocox.peer.averaging.averager import AnchorDiffers, Applied
 from dilocox.peer.averaging.events import Committed, EventQueue, Resynced
 from dilocox.peer.averaging.follower import ChainFollower
 from dilocox.peer.chain.chain_client import ChainEnd, CountedRounds, NoState, Reached, TakenState
@@ -328,6 +328,30 @@ def test_one_donor_of_wrong_states_is_passed_over_and_the_claim_stands(behind: B
     for _ in range(40):
         behind.look()
     assert behind.donors.count(OTHER) >= 3 and not behind.chain.behind(behind.view)
+
+
+@pytest.mark.parametrize("records, lied", [(0, True), (1, True), (2, False)])
+def test_whose_state_the_next_two_records_do_not_fit_is_asked_no_more(
+    behind: Behind, records: int, lied: bool
+) -> None:
+    """The first one names the anchor before it, the second what the momentum made of that."""
+    taken = SimpleNamespace(round=5, digest="5" * 64, anchor_sha256="a" * 64)
+    stalls = [ConnectionError("it stalled")] * 60
+    behind.answers = [nothing(too_far=True), SimpleNamespace(), taken]
+    behind.events.lease.offer()
+    for _ in range(4):
+        behind.look(holders=("honest", OTHER))
+    event = behind.events.get()
+    assert isinstance(event, Resynced)
+    event.taken.set()
+    (liar,) = behind.donors
+    behind.answers = [AnchorDiffers("of another anchor"), *stalls]
+    behind.look(holders=("honest", OTHER))
+    behind.chain.applied = taken.round + records
+    for _ in range(30):
+        behind.look(holders=("honest", OTHER))
+    # before its state proved to be false it may have been asked for one more
+    assert len(behind.donors) > 20 and (behind.donors.count(liar) <= 2) == lied
 
 
 def test_a_slow_donor_is_left_for_others_until_none_is_faster(behind: Behind) -> None:

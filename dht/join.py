@@ -44,13 +44,6 @@ class Joined:
     reach: Reachability = field(default_factory=Reachability)
     witness: str = ""
 
-    @property
-    def trusted(self) -> frozenset[str] | None:
-        """Whose word is the operator's: the witness, and the bootstraps of the own invite. None
-        where nobody is the witness.
-        """
-        return self.dht.bootstraps | {self.witness} if self.witness else None
-
 
 @contextmanager
 def visiting(invite: Invite, host: str = "") -> Generator[Joined]:

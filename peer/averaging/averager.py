@@ -65,6 +65,7 @@ from dilocox.peer.averaging.service import PeerService
 from dilocox.peer.chain.chain_client import (
     AnchorDiffers,
     AnchorLost,
+    AnchorWrong,
     ChainClient,
     ChainEnd,
     Reached,
@@ -265,14 +266,7 @@ class StageAverager(PeerService, DecentralizedAverager):
         )
 
     def _chain(self, holders: list[str], *, older: bool = False) -> ChainClient:
-        return ChainClient(
-            self._client,
-            self._check,
-            holders,
-            trusted=self.local.trusted,
-            compute=self.in_pool,
-            older=older,
-        )
+        return ChainClient(self._client, self._check, holders, compute=self.in_pool, older=older)
 
     @cached_property
     def _check(self) -> RecordCheck:
@@ -550,7 +544,7 @@ class StageAverager(PeerService, DecentralizedAverager):
         if record is None or data is None:
             raise AnchorDiffers(f"record {round_number} is not in the log any more")
         if record.anchor_before != anchor_sha256(buffers.anchor):
-            raise AnchorDiffers(f"record {round_number} applies to another anchor")
+            raise AnchorWrong(f"record {round_number} applies to another anchor")
         try:
             move_anchor(self.local.manifest, record, codec, buffers.anchor, buffers.momentum)
         except PayloadRefused as error:
@@ -596,6 +590,11 @@ class StageAverager(PeerService, DecentralizedAverager):
             return await chain.state(
                 peer, folder, after_round=after_round, on_chain=on_chain, hurry=hurry
             )
+
+    @in_process
+    async def contributors(self, end: ChainEnd) -> frozenset[str]:
+        """Of the newest record of the chain to be on: see ChainClient."""
+        return await self._chain([]).contributors(end.digest, end.teller)
 
     @in_process
     async def take_state(self, found: StateFile) -> TakenState:

@@ -26,6 +26,7 @@ from dilocox.peer.chain.chain_client import (
     RECORDS_LIMIT_S,
     AnchorDiffers,
     AnchorLost,
+    AnchorWrong,
     ChainEnd,
     CountedRounds,
     NoState,
@@ -43,7 +44,7 @@ CALL_LIMIT_S = 6 * 3600.0  # of a whole model; a transfer that stalls fails much
 WALK_LIMIT_S = 3 * RECORDS_LIMIT_S  # the averager ends it by itself before
 PAUSE_AFTER_FAILURE_S = 1.0
 MAX_SLOW = 5  # then it is our own line that is slow
-PROVING_RECORDS = 2  # after a state: the first names its anchor, the second what its momentum made
+PROVING_RECORDS = 2  # of a state: one names its anchor, the next what its momentum made of it
 MANY_ROUNDS = 100  # to catch up with so many takes a while
 
 
@@ -117,7 +118,8 @@ class ChainFollower:
         )
         self._follows = False  # since it took part in a record, or began
         self._asked = ""  # of whom the last records or state were
-        self._donor = "", 0  # of the last state, and the round that it is of
+        self._donor, self._since_state = "", 0  # of the last state, and records applied since
+        self._contributors = "", frozenset[str]()  # to this record, of a chain that is not ours yet
         self._slow: set[str] = set()  # donors that others may be faster than
         self.states_taken = 0
 
@@ -234,16 +236,25 @@ class ChainFollower:
         )
 
     def _begin_state(self, view: SwarmView, needed: _StateNeeded) -> None:
-        donors = self._donors(view, needed)
+        donors, end = self._donors(view, needed), self._chain_end(view)
         if not donors:
             return
+        if end is not None and not self._trust.has_chain:
+            digest, contributors = self._contributors
+            if digest != end.digest:
+                self._begin(
+                    self._averager.contributors(end), lambda found: self._heard(end.digest, found)
+                )
+                return
+            known = [peer for peer in donors if peer in contributors or self._trust.knows(peer)]
+            donors = known or donors
         honest = self._book.donors(donors)
         untried = [donor for donor in honest if donor not in self._slow]
         hurry = bool(untried) and len(honest) > 1 and len(self._slow) < MAX_SLOW
         peer = self._chosen(view, untried if hurry else honest)
         logger.info("catching up: taking the newest weights from %s", view.shown(peer))
         future = self._averager.fetch_state(
-            peer, after_round=needed.after_round, hurry=hurry, end=self._chain_end(view)
+            peer, after_round=needed.after_round, hurry=hurry, end=end
         )
         self._begin(future, lambda found: self._got_state(found, needed))
 
@@ -296,9 +307,9 @@ class ChainFollower:
         except AnchorDiffers as error:
             logger.error("alarm: %s; taking a state from another peer", error)
             self._state_needed = _StateNeeded()
-            donor, taken = self._donor
-            if donor and self.applied < taken + PROVING_RECORDS:
-                self._book.lied(donor)
+            unproven = isinstance(error, AnchorWrong) and self._since_state < PROVING_RECORDS
+            if unproven and self._donor and self._book.lied(self._donor):  # nobody else has one
+                self._not_before = self._clock.monotonic() + self._record_lifetime_s / 2
             if not isinstance(error, AnchorLost):
                 self._events.lease.give_back()  # to be saved and validated meanwhile
         except NoState as error:
@@ -332,6 +343,7 @@ class ChainFollower:
             self._on_done(result)
 
     def _applied(self, applied: Applied, record: RoundRecord, remainder: bool) -> None:
+        self._since_state += 1
         exchange_s, matchmaking_s = self._times.pop(record.round, (None, None))
         event = Committed(
             record=record,
@@ -372,6 +384,9 @@ class ChainFollower:
             self._book.ignore(wanted)  # it lost against ours
         self._not_before = self._clock.monotonic() + PAUSE_AFTER_FAILURE_S
 
+    def _heard(self, digest: str, contributors: frozenset[str]) -> None:
+        self._contributors = digest, contributors
+
     def _got_state(self, found: StateFile, needed: _StateNeeded) -> None:
         self._book.gave(self._asked)
         self._with_lease = lambda: self._begin(
@@ -381,7 +396,7 @@ class ChainFollower:
     def _took_state(self, state: TakenState, needed: _StateNeeded) -> None:
         told = None if self._told is None else self._told.up_to(state.digest)
         event = Resynced(state=state, fork_round=needed.fork_round, told=told)
-        self._state_needed, self._donor = None, (self._asked, state.round)
+        self._state_needed, self._donor, self._since_state = None, self._asked, 0
         self.states_taken += 1
         self._slow.clear()
         self._hand_over(event, lambda: self._switched(state.round, state.anchor_sha256))

@@ -311,7 +311,6 @@ class StageArchive:
         self._replaces = False  # what is being built: the chain, and not only the state
         self._not_before = 0.0
         self._book = ClaimBook(record_lifetime_s=record_lifetime_s, now=now)
-        self._trusted = {witness} if witness else None
         self._trust = Trust(me=me, witness=witness, record_lifetime_s=record_lifetime_s, now=now)
 
     @property
@@ -413,9 +412,7 @@ class StageArchive:
             generation.grown()
 
     def _chain(self, peers: Sequence[str]) -> ChainClient:
-        return ChainClient(
-            self._client, self._check, peers, trusted=self._trusted, compute=self._compute
-        )
+        return ChainClient(self._client, self._check, peers, compute=self._compute)
 
     def _cannot_follow(self, view: SwarmView, claim: ClaimRecord, reach: Reached) -> None:
         if not self._replaces:

@@ -28,7 +28,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,7 +55,6 @@ from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.rounds.ballots import MAX_CERTIFICATE_BYTES
 from dilocox.peer.rounds.outer_step import anchor_sha256
 from dilocox.peer.rounds.record import SHA256, RoundRecord, digest_of
-from dilocox.peer.rounds.standing import voters_after
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,10 @@ class WrongChunk(ConnectionError):
 
 class AnchorDiffers(RuntimeError):
     """This anchor is not the one that a certified record applies to: a state must be taken."""
+
+
+class AnchorWrong(AnchorDiffers):
+    """The record is sound: the state that the anchor comes from was not."""
 
 
 class AnchorLost(AnchorDiffers):
@@ -212,22 +216,19 @@ class ChainClient(HeaderClient):
         check: RecordCheck,
         holders: Sequence[str],
         *,
-        trusted: Collection[str] | None = None,
         compute: Compute = asyncio.to_thread,
         older: bool = False,
         deadline: float = math.inf,
         limits: Limits = Limits(),
         now: Callable[[], float] = time.monotonic,
     ):
-        """check: what each record and state must pass. trusted: whose states are taken, beside
-        those of voters; None: everybody's. compute: for what is slow. The rest is as for
-        HeaderClient.
+        """check: what each record and state must pass. compute: for what is slow. The rest is as
+        for HeaderClient.
         """
         super().__init__(
             client, check.run, check.stage, holders, older=older, deadline=deadline, now=now
         )
         self.check = check
-        self._trusted_donors = trusted
         self._compute = compute
         self._limits = limits
 
@@ -355,12 +356,8 @@ class ChainClient(HeaderClient):
     ) -> StateOffer:
         """What state a peer has. `helps`: whether one that stands on this record is wanted at all.
 
-        No record names the anchor that it makes, only the one that it applies to: so the newest
-        state cannot be checked, and anybody can claim a record that others made. It is taken of
-        those alone who have a vote after it, and of who is trusted.
-
         Raises:
-            NoState: it has none, or one that does not help, or nobody knows it.
+            NoState: it has none, or one that does not help.
             ConnectionError: the peer cannot be reached. TimeoutError: it gives its record by drops.
             RecordRefused, CallRefused: what it says is not sound.
         """
@@ -372,10 +369,6 @@ class ChainClient(HeaderClient):
         found = await self._record(peer, digest)
         if found is None:
             raise CallRefused(f"{peer} has no record for its state")
-        if self._trusted_donors is not None and peer not in self._trusted_donors:
-            number = found.record.round
-            if peer not in voters_after(found.record.standings, number + 1):
-                raise NoState(f"{peer} has no vote after round {number}, which its state is of")
         return StateOffer(
             peer=peer,
             sha256=sha256,
@@ -533,6 +526,20 @@ class ChainClient(HeaderClient):
             raise NoState(f"{peer} has a state of round {number}, not after {after_round}")
         await on_chain(offer)
         return StateFile(offer, (await self.download(offer, folder, hurry=hurry)).file)
+
+    async def contributors(self, digest: str, teller: str) -> frozenset[str]:
+        """Whose values are in a record, as the teller says; nobody's where it does not answer.
+
+        No record names the anchor that it makes, only the one that it applies to. So nobody can
+        check the newest state, and anybody can claim a record that others made: who has no chain
+        asks those for a state, and bootstraps.
+        """
+        asking = copy(self)
+        asking.holders, asking._older = [teller], True
+        told: ChainRound | None = None
+        with suppress(*REFUSED):
+            told = await asking.header(digest)
+        return frozenset(peer for peer, _ in told.contributors) if told else frozenset()
 
     async def check_leads_to(self, end: ChainEnd, offer: StateOffer) -> None:
         """Raise where the record of a state does not lead to the end of the chain to be on.

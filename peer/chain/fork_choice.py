@@ -178,6 +178,11 @@ class Trust:
             return random.choice(known)
         return random.choice(pool or list(peers))
 
+    @property
+    def has_chain(self) -> bool:
+        """Whether there are records of ours that say who counts."""
+        return bool(self._credit.records)
+
     def knows(self, peer: str) -> bool:
         """Whether it had a vote in our last records, or is a bootstrap."""
         return self._credit.has(peer) or peer in self._stand_ins or peer == self._witness

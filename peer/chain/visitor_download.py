@@ -47,12 +47,26 @@ class ClaimedChain:
     """A stage's chain, and who claims which record of it, the longest claim first; before all
     those of the record that the operator's archive vouches for.
 
-    peers: how many of the stage are in view; some may have no record yet.
+    peers: how many of the stage are in view; some may have no record yet. vouched: what the archive
+    claims, if anything.
     """
 
     chain: ChainClient
     claims: Mapping[str, ClaimRecord]
     peers: int
+    vouched: ClaimRecord | None = None
+    trusted: frozenset[str] = frozenset()  # the archive, and the bootstraps of the invite
+
+    async def of_donors(self, witness: str) -> Mapping[str, ClaimRecord]:
+        """The claims of those whose newest state is taken: of all where the archive says nothing,
+        else of those alone who contributed to what it vouches for (see ChainClient), and of
+        bootstraps.
+        """
+        if self.vouched is None:
+            return self.claims
+        known = await self.chain.contributors(self.vouched.digest, witness) | self.trusted
+        digest = self.vouched.digest
+        return {p: c for p, c in self.claims.items() if p in known and c.digest == digest}
 
     @property
     def digests(self) -> list[str]:
@@ -68,13 +82,11 @@ NO_LIMITS = Limits(headers_s=math.inf, records_s=math.inf, stall_s=math.inf)
 
 def counted_claims(place: Joined, stage: int) -> dict[str, ClaimRecord]:
     """What a stage's peers claim that counts, of whoever has a record or not yet: first the record
-    that the operator's archive vouches for, or one of the invite while that is silent, then the
-    longest chain.
+    that the operator's archive vouches for, then the longest chain.
     """
     found = place.swarm.read(claim_key(place.run, stage), ClaimRecord) or {}
     counting = that_count(found, place.manifest)
-    trusted = (place.witness, *sorted(place.trusted or ()))
-    vouched = next((counting[peer] for peer in trusted if peer in counting), None)
+    vouched = counting.get(place.witness)
 
     def order(item: tuple[str, ClaimRecord]) -> tuple[object, ...]:
         peer, claim = item
@@ -84,7 +96,7 @@ def counted_claims(place: Joined, stage: int) -> dict[str, ClaimRecord]:
             vouched.chain_tokens,
         )
         # of those the others first: a bootstrap's line is everybody's
-        return (not believed, peer in trusted, -claim.chain_tokens, -claim.round, peer)
+        return (not believed, peer == place.witness, -claim.chain_tokens, -claim.round, peer)
 
     return dict(sorted(counting.items(), key=order))
 
@@ -110,16 +122,14 @@ async def claimed_chain(
     )
     counting = counted_claims(place, stage)
     claims = {peer: claim for peer, claim in counting.items() if claim.round >= 0}
-    chain = ChainClient(
-        client,
-        check,
-        list(claims),
-        trusted=place.trusted,
-        older=older,
-        deadline=deadline,
-        limits=limits,
+    chain = ChainClient(client, check, list(claims), older=older, deadline=deadline, limits=limits)
+    return ClaimedChain(
+        chain=chain,
+        claims=claims,
+        peers=len(counting),
+        vouched=claims.get(place.witness),
+        trusted=place.dht.bootstraps | {place.witness} if place.witness else frozenset(),
     )
-    return ClaimedChain(chain=chain, claims=claims, peers=len(counting))
 
 
 async def list_chain(claimed: ClaimedChain) -> list[ChainRound]:
@@ -329,11 +339,12 @@ class _Download:
         # the wait
         claimed = await claimed_chain(self.joined, stage, older=False, limits=Limits())
         last = nobody_holds(claimed.peers)
-        for peer, claim in claimed.claims.items():
+        donors = await claimed.of_donors(self.joined.witness)
+        for peer, claim in donors.items():
             try:
                 limit_s = max(1.0, deadline - time.monotonic())
                 claimed.chain.holders = [peer]
-                asked = self._from_peer(claimed.chain, peer, claim, round_number)
+                asked = self._from_peer(claimed, peer, claim, round_number)
                 found = await asyncio.wait_for(asked, limit_s)
             except REFUSED as error:
                 last = str(error) or type(error).__name__
@@ -346,13 +357,13 @@ class _Download:
         return None, last
 
     async def _from_peer(
-        self, chain: ChainClient, peer: str, claim: ClaimRecord, round_number: int | None
+        self, claimed: ClaimedChain, peer: str, claim: ClaimRecord, round_number: int | None
     ) -> StageAnchor:
         """The anchor of the chain that a peer claims, after its last round or the one named.
 
         Raises ConnectionError, and ValueError (of several kinds) where what came is not sound.
         """
-        check = chain.check
+        chain, check = claimed.chain, claimed.chain.check
         with tempfile.TemporaryDirectory(dir=self.folder) as name:
             folder = Path(name)
             log = RoundLog(folder / "log", manifest_digest=check.root, codec=check.codec)
@@ -363,6 +374,8 @@ class _Download:
                 log.start_from(offer.record_bytes, offer.certificate)
                 if offer.record.round > claim.round:  # it went on after it wrote the claim
                     digest = offer.digest
+            if digest != claim.digest and claimed.vouched is not None:
+                raise OtherRound("it went on after what the operator's archive vouches for")
             states = states or await _pinned(chain, [peer], folder)
             await chain.catch_up(log, digest)
             if log.head().digest != digest:

@@ -110,9 +110,10 @@ async def _taken(local: LocalPeer, wait_s: float) -> KeptState:
     give_up, last = time.monotonic() + wait_s, "nobody was asked"
     while time.monotonic() < give_up:
         claimed = await claimed_chain(local, local.stage, older=False, limits=Limits())
+        donors = {*await claimed.of_donors(local.witness), *bootstraps}
         for peer in dict.fromkeys((*claimed.claims, *bootstraps)):
             try:
-                return await _from(local, claimed, peer)
+                return await _from(local, claimed, peer, newer=peer in donors)
             except REFUSED as error:
                 if isinstance(error, PeerBusy):  # it has them, and others take them now
                     give_up = time.monotonic() + wait_s
@@ -125,13 +126,13 @@ async def _taken(local: LocalPeer, wait_s: float) -> KeptState:
     )
 
 
-async def _from(local: LocalPeer, claimed: ClaimedChain, peer: str) -> KeptState:
+async def _from(local: LocalPeer, claimed: ClaimedChain, peer: str, *, newer: bool) -> KeptState:
     """A newer state that the witness vouches for saves the records before it, unless those are here
-    already.
+    already. newer: whether one of this peer's would be believed.
     """
     log, folder = local.open_log(), local.folder / "incoming"
     chain, told = claimed.chain, claimed.claims.get(local.witness)
-    if not log.rounds() and (told is not None or not local.witness):
+    if newer and not log.rounds() and (told is not None or not local.witness):
         with suppress(NoState):
             offer = await chain.offer(peer)
             if told is not None:

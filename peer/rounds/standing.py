@@ -121,12 +121,6 @@ def voters_before(after: Iterable[Standing], heard: Mapping[str, float]) -> froz
     return voters({peer: max(0, now.get(peer, 0) - (share > 0)) for peer, share in heard.items()})
 
 
-def voters_after(after: Sequence[Standing], round_number: int) -> frozenset[str]:
-    """Who has a vote in a round, by the record before it, of all that were in one."""
-    known = credits([each.peer for each in after], after, round_number)
-    return frozenset(peer for peer in voters(known) if known[peer])
-
-
 def sitting_out(before: Iterable[Standing], round_number: int) -> set[str]:
     """Who takes no part in a round, by the record before it."""
     return {each.peer for each in before if each.sits_out(round_number)}

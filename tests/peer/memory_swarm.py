@@ -78,9 +78,8 @@ class MemorySwarm:
         place = SimpleNamespace(
             run=RUN,
             witness="",
-            trusted=None,
             manifest=manifest,
             swarm=SimpleNamespace(read=lambda key, _: claims(stages[key])),
-            dht=SimpleNamespace(replicate_p2p=replicate_p2p),
+            dht=SimpleNamespace(replicate_p2p=replicate_p2p, bootstraps=frozenset()),
         )
         return cast("Joined", place)

@@ -14,7 +14,7 @@ from dilocox.dht.identity import Identity
 from dilocox.dht.records import ClaimRecord
 from dilocox.dht.rpc import PeerBusy, TooSlow
 from dilocox.dht.swarm_view import SwarmView
-from dilocox.peer.averaging.averager import AnchorDiffers, Applied
+from dilocox.peer.averaging.averager import AnchorLost, AnchorWrong, Applied
 from dilocox.peer.averaging.events import Committed, EventQueue, Resynced
 from dilocox.peer.averaging.follower import ChainFollower
 from dilocox.peer.chain.chain_client import ChainEnd, CountedRounds, NoState, Reached, TakenState
@@ -106,11 +106,13 @@ class Behind:
     back_to: list[int | None] = field(default_factory=list["int | None"])
     witness: str = ""
     ends: list[ChainEnd | None] = field(default_factory=list["ChainEnd | None"])
+    contributors: frozenset[str] = frozenset()  # to the record that the witness claims
 
     def __post_init__(self) -> None:
         averager = SimpleNamespace(
             catch_up=self._catch_up,
             fetch_state=self._fetch_state,
+            contributors=lambda end: answered(self.contributors),
             take_state=lambda found: self._ask(found, None),
         )
         self.chain = follower(
@@ -197,7 +199,8 @@ def test_only_what_is_vouched_for_is_asked_for(identities: list[Identity], tmp_p
     behind.look(holders=("QmStranger", "QmBoot"))
     assert behind.asked == [("records", STATE_BYTES)]
     behind.answers = [ConnectionError("gone")]
-    behind.look(record_bytes=201, holders=("QmStranger", "QmBoot"))
+    for _ in range(2):  # who contributed to it is asked first
+        behind.look(record_bytes=201, holders=("QmStranger", "QmBoot"))
     end = behind.ends.pop()
     assert end is not None and (end.digest, end.teller) == ("d" * 64, "QmBoot")
 
@@ -330,28 +333,54 @@ def test_one_donor_of_wrong_states_is_passed_over_and_the_claim_stands(behind: B
     assert behind.donors.count(OTHER) >= 3 and not behind.chain.behind(behind.view)
 
 
-@pytest.mark.parametrize("records, lied", [(0, True), (1, True), (2, False)])
-def test_whose_state_the_next_two_records_do_not_fit_is_asked_no_more(
-    behind: Behind, records: int, lied: bool
+@pytest.mark.parametrize(
+    "error, records, lied",
+    [
+        (AnchorWrong, 0, True),
+        (AnchorWrong, 1, True),
+        (AnchorWrong, 2, False),
+        (AnchorLost, 0, False),
+    ],
+)
+def test_whose_state_the_next_two_records_do_not_fit_is_asked_where_nobody_else_is_left(
+    behind: Behind, error: type[Exception], records: int, lied: bool
 ) -> None:
     """The first one names the anchor before it, the second what the momentum made of that."""
+    donors = ("honest", OTHER)
     taken = SimpleNamespace(round=5, digest="5" * 64, anchor_sha256="a" * 64)
-    stalls = [ConnectionError("it stalled")] * 60
     behind.answers = [nothing(too_far=True), SimpleNamespace(), taken]
     behind.events.lease.offer()
     for _ in range(4):
-        behind.look(holders=("honest", OTHER))
+        behind.look(holders=donors)
+    assert behind.chain.states_taken == 1
     event = behind.events.get()
     assert isinstance(event, Resynced)
     event.taken.set()
     (liar,) = behind.donors
-    behind.answers = [AnchorDiffers("of another anchor"), *stalls]
-    behind.look(holders=("honest", OTHER))
-    behind.chain.applied = taken.round + records
+    behind.chain._since_state = records
+    behind.answers = [error("of another anchor"), *[ConnectionError("it stalled")] * 60]
     for _ in range(30):
-        behind.look(holders=("honest", OTHER))
+        behind.look(holders=donors)
     # before its state proved to be false it may have been asked for one more
     assert len(behind.donors) > 20 and (behind.donors.count(liar) <= 2) == lied
+
+
+def test_who_joins_takes_the_state_of_those_who_contributed_to_what_is_vouched_for(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    """Anybody can claim a record that others made, and nobody can check the newest state."""
+    behind = Behind(ChainMaker(identities[0], tmp_path, manifest_of()), [], witness="boot")
+    behind.contributors = frozenset({"member"})
+    strangers = [f"echo {place}" for place in range(12)]
+    behind.answers = [nothing(too_far=True)] + [ConnectionError("it stalled")] * 60
+    for _ in range(40):
+        behind.look(holders=(*strangers, "member", "boot"))
+    assert set(behind.donors) == {"member", "boot"}
+    behind.contributors = frozenset()  # the witness did not say: then it gives the state itself
+    behind.donors.clear()
+    for _ in range(9):
+        behind.look(digest="e" * 64, holders=(*strangers, "boot"))
+    assert set(behind.donors) == {"boot"}
 
 
 def test_a_slow_donor_is_left_for_others_until_none_is_faster(behind: Behind) -> None:
@@ -374,6 +403,7 @@ def test_a_bootstrap_that_is_busy_does_not_keep_a_joiner_from_the_others(
 ) -> None:
     """It was asked every time, once anybody had given nothing: strangers may hold its places."""
     behind = Behind(ChainMaker(identities[0], tmp_path, manifest_of()), [], witness="QmBoot")
+    behind.contributors = frozenset({"QmOne", "QmTwo"})
     behind.answers = [nothing(too_far=True), NoState("none")] + [PeerBusy("later")] * 40
     for _ in range(42):
         behind.look(holders=("QmOne", "QmTwo", "QmBoot"))

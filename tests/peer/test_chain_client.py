@@ -279,24 +279,6 @@ def test_an_offer_of_a_state_that_cannot_be_costs_no_byte_of_it(
     assert [want["what"] for _, want in joiner.swarm.asked] == ["state"]
 
 
-def test_a_state_is_taken_of_those_alone_who_have_a_vote_after_it_and_of_bootstraps(
-    maker: ChainMaker, tmp_path: Path
-) -> None:
-    """Nobody can check the newest: a stranger served it under a record that others had made."""
-    maker.train(0)
-    maker.snapshot()
-    joiner = Joiner(maker, tmp_path / "log")
-    stranger, member = PEER, maker.peer
-    joiner.swarm.finds[member] = maker.find
-
-    def offered(peer: str, *trusted: str) -> str:
-        return asyncio.run(joiner.chain(trusted=trusted).offer(peer)).digest
-
-    assert offered(member) == offered(stranger, "boot", stranger) == maker.digests[-1]
-    with pytest.raises(NoState, match="no vote after round 0"):
-        offered(stranger, "boot")
-
-
 def test_an_offer_that_comes_with_a_body_costs_no_byte_of_it(
     maker: ChainMaker, tmp_path: Path
 ) -> None:

@@ -17,7 +17,6 @@ from dilocox.peer.rounds.standing import (
     most_tokens,
     sitting_out,
     voters,
-    voters_after,
     voters_before,
 )
 
@@ -201,14 +200,3 @@ def test_who_was_away_for_long_is_fresh_again_and_not_before() -> None:
         known = following_standings(known, number, {"b": 1.0}, ())
     assert {each.peer for each in known} == {"a", "b"}
     assert {each.peer for each in following_standings(known, 120, {"b": 1.0}, ())} == {"b"}
-
-
-def test_who_has_a_vote_after_a_record_was_in_one() -> None:
-    def standing(peer: str, credited: int, round_number: int = 50) -> Standing:
-        return Standing(peer=peer, round=round_number, credited=credited)
-
-    known = [standing("old", 10), standing("third", 3), standing("second", 2)]
-    assert voters_after(known, 51) == {"old", "third"}
-    assert voters_after([*known, standing("gone", 10, -60)], 51) == {"old", "third"}
-    # where all begin together everybody of the first record, but not who was only left out of it
-    assert voters_after([standing("a", 1, 0), standing("b", 0, 0)], 1) == {"a"}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -119,7 +120,8 @@ class ChainFollower:
         self._follows = False  # since it took part in a record, or began
         self._asked = ""  # of whom the last records or state were
         self._donor, self._since_state = "", 0  # of the last state, and records applied since
-        self._contributors = "", frozenset[str]()  # to this record, of a chain that is not ours yet
+        # to this record, of a chain that is not ours yet, and until when that is believed
+        self._contributors = "", frozenset[str](), 0.0
         self._slow: set[str] = set()  # donors that others may be faster than
         self.states_taken = 0
 
@@ -240,8 +242,8 @@ class ChainFollower:
         if not donors:
             return
         if end is not None and not self._trust.has_chain:
-            digest, contributors = self._contributors
-            if digest != end.digest:
+            digest, contributors, until = self._contributors
+            if digest != end.digest or self._clock.monotonic() > until:
                 self._begin(
                     self._averager.contributors(end), lambda found: self._heard(end.digest, found)
                 )
@@ -385,7 +387,8 @@ class ChainFollower:
         self._not_before = self._clock.monotonic() + PAUSE_AFTER_FAILURE_S
 
     def _heard(self, digest: str, contributors: frozenset[str]) -> None:
-        self._contributors = digest, contributors
+        pause_s = math.inf if contributors else self._record_lifetime_s / 2  # it may answer then
+        self._contributors = digest, contributors, self._clock.monotonic() + pause_s
 
     def _got_state(self, found: StateFile, needed: _StateNeeded) -> None:
         self._book.gave(self._asked)

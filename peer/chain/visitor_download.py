@@ -65,8 +65,7 @@ class ClaimedChain:
         if self.vouched is None:
             return self.claims
         known = await self.chain.contributors(self.vouched.digest, witness) | self.trusted
-        digest = self.vouched.digest
-        return {p: c for p, c in self.claims.items() if p in known and c.digest == digest}
+        return {peer: claim for peer, claim in self.claims.items() if peer in known}
 
     @property
     def digests(self) -> list[str]:
@@ -341,6 +340,8 @@ class _Download:
         last = nobody_holds(claimed.peers)
         donors = await claimed.of_donors(self.joined.witness)
         for peer, claim in donors.items():
+            if claimed.vouched is not None and claim.digest != claimed.vouched.digest:
+                continue
             try:
                 limit_s = max(1.0, deadline - time.monotonic())
                 claimed.chain.holders = [peer]
@@ -367,15 +368,16 @@ class _Download:
         with tempfile.TemporaryDirectory(dir=self.folder) as name:
             folder = Path(name)
             log = RoundLog(folder / "log", manifest_digest=check.root, codec=check.codec)
-            digest, states = claim.digest, list[KeptState]()
+            digest, states, newer = claim.digest, list[KeptState](), False
             with suppress(ConnectionError):  # no state: its log reaches back to the initial weights
                 offer = await chain.offer(peer)
-                states.append(await chain.download(offer, folder))
-                log.start_from(offer.record_bytes, offer.certificate)
-                if offer.record.round > claim.round:  # it went on after it wrote the claim
-                    digest = offer.digest
-            if digest != claim.digest and claimed.vouched is not None:
-                raise OtherRound("it went on after what the operator's archive vouches for")
+                newer = offer.record.round > claim.round  # it went on after it wrote the claim
+                if not newer or claimed.vouched is None:
+                    states.append(await chain.download(offer, folder))
+                    log.start_from(offer.record_bytes, offer.certificate)
+                    digest = offer.digest if newer else digest
+            if newer and claimed.vouched is not None:
+                raise OtherRound("its state is newer than what the operator's archive vouches for")
             states = states or await _pinned(chain, [peer], folder)
             await chain.catch_up(log, digest)
             if log.head().digest != digest:

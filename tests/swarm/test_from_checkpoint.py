@@ -63,8 +63,8 @@ def test_a_checkpoint_trains_on_from_its_own_loss_with_or_without_its_files(
     swarm.wait_for_replicas(2, LIMIT_S)
     swarm.wait_for_rounds(3, LIMIT_S)
     swarm.assert_equal_chains()
-    assert all("taking the weights from others" in peer.log_text() for peer in taking)
-    assert not any("taking the weights from others" in peer.log_text() for peer in reading)
+    assert all("taking those of others" in peer.log_text() for peer in taking)
+    assert not any("taking those of others" in peer.log_text() for peer in reading)
     last = max(number for peer in swarm.peers for number in peer.losses)
     assert next(p.losses[last] for p in swarm.peers if last in p.losses) < plain
 
@@ -80,11 +80,12 @@ def test_a_tokenizer_that_only_the_operator_has_comes_from_the_bootstrap(
     tokenizer.rename(tmp_path / "away")
     peer = swarm.add_peer()
     swarm.wait_for_counted(peer, after_round=-1, limit_s=LIMIT_S)
-    assert "taking the tokenizer from the bootstrap" in peer.log_text()
+    assert "taking the bootstrap's" in peer.log_text()
     words = "generate", swarm.invite, "def ", "--tokens", "4", "--host", "127.0.0.1"
-    assert swarm.run_command(*words, limit_s=60).splitlines()[-1].startswith("def ")
+    # the text may go on in another line
+    assert "\ndef " in f"\n{swarm.run_command(*words, limit_s=60)}"
     swarm.terminate(peer)
     before = peer.log_text()
     swarm.restart(peer)
     swarm.wait_for_counted(peer, after_round=max(swarm.chain()), limit_s=LIMIT_S)
-    assert "taking the tokenizer" not in peer.log_text().removeprefix(before)
+    assert "taking the bootstrap's" not in peer.log_text().removeprefix(before)

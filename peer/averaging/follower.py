@@ -68,7 +68,7 @@ class ChainFollower:
     Attributes:
         applied: the round of the record that the training loop has merged last.
         head, last_record: of the chain, the newest record without its means; None before the first.
-        states_taken: from other peers.
+        states_taken: from other peers. since_state: records applied after the last one.
         tokens_at_start: behind the chain up to the record that was merged when this peer started.
     """
 
@@ -119,7 +119,7 @@ class ChainFollower:
         )
         self._follows = False  # since it took part in a record, or began
         self._asked = ""  # of whom the last records or state were
-        self._donor, self._since_state = "", 0  # of the last state, and records applied since
+        self._donor, self.since_state = "", 0  # who gave the last state
         # to this record, of a chain that is not ours yet, and until when that is believed
         self._contributors = "", frozenset[str](), 0.0
         self._slow: set[str] = set()  # donors that others may be faster than
@@ -309,7 +309,7 @@ class ChainFollower:
         except AnchorDiffers as error:
             logger.error("alarm: %s; taking a state from another peer", error)
             self._state_needed = _StateNeeded()
-            unproven = isinstance(error, AnchorWrong) and self._since_state < PROVING_RECORDS
+            unproven = isinstance(error, AnchorWrong) and self.since_state < PROVING_RECORDS
             if unproven and self._donor and self._book.lied(self._donor):  # nobody else has one
                 self._not_before = self._clock.monotonic() + self._record_lifetime_s / 2
             if not isinstance(error, AnchorLost):
@@ -345,7 +345,7 @@ class ChainFollower:
             self._on_done(result)
 
     def _applied(self, applied: Applied, record: RoundRecord, remainder: bool) -> None:
-        self._since_state += 1
+        self.since_state += 1
         exchange_s, matchmaking_s = self._times.pop(record.round, (None, None))
         event = Committed(
             record=record,
@@ -399,7 +399,7 @@ class ChainFollower:
     def _took_state(self, state: TakenState, needed: _StateNeeded) -> None:
         told = None if self._told is None else self._told.up_to(state.digest)
         event = Resynced(state=state, fork_round=needed.fork_round, told=told)
-        self._state_needed, self._donor, self._since_state = None, self._asked, 0
+        self._state_needed, self._donor, self.since_state = None, self._asked, 0
         self.states_taken += 1
         self._slow.clear()
         self._hand_over(event, lambda: self._switched(state.round, state.anchor_sha256))

@@ -538,7 +538,7 @@ class ChainClient(HeaderClient):
         asking.holders, asking._older = [teller], True
         told: ChainRound | None = None
         with suppress(*REFUSED):
-            told = await asking.header(digest)
+            told = await asyncio.wait_for(asking.header(digest), STALL_S)
         return frozenset(peer for peer, _ in told.contributors) if told else frozenset()
 
     async def check_leads_to(self, end: ChainEnd, offer: StateOffer) -> None:

@@ -47,24 +47,29 @@ class ClaimedChain:
     """A stage's chain, and who claims which record of it, the longest claim first; before all
     those of the record that the operator's archive vouches for.
 
-    peers: how many of the stage are in view; some may have no record yet. vouched: what the archive
-    claims, if anything.
+    peers: how many of the stage are in view; some may have no record yet. witness: the archive's
+    peer id. trusted: it, and the bootstraps of the invite.
     """
 
     chain: ChainClient
     claims: Mapping[str, ClaimRecord]
     peers: int
-    vouched: ClaimRecord | None = None
-    trusted: frozenset[str] = frozenset()  # the archive, and the bootstraps of the invite
+    witness: str = ""
+    trusted: frozenset[str] = frozenset()
 
-    async def of_donors(self, witness: str) -> Mapping[str, ClaimRecord]:
+    @property
+    def vouched(self) -> ClaimRecord | None:
+        """What the archive claims, if anything."""
+        return self.claims.get(self.witness)
+
+    async def of_donors(self) -> Mapping[str, ClaimRecord]:
         """The claims of those whose newest state is taken: of all where the archive says nothing,
         else of those alone who contributed to what it vouches for (see ChainClient), and of
         bootstraps.
         """
         if self.vouched is None:
             return self.claims
-        known = await self.chain.contributors(self.vouched.digest, witness) | self.trusted
+        known = await self.chain.contributors(self.vouched.digest, self.witness) | self.trusted
         return {peer: claim for peer, claim in self.claims.items() if peer in known}
 
     @property
@@ -126,7 +131,7 @@ async def claimed_chain(
         chain=chain,
         claims=claims,
         peers=len(counting),
-        vouched=claims.get(place.witness),
+        witness=place.witness,
         trusted=place.dht.bootstraps | {place.witness} if place.witness else frozenset(),
     )
 
@@ -338,7 +343,7 @@ class _Download:
         # the wait
         claimed = await claimed_chain(self.joined, stage, older=False, limits=Limits())
         last = nobody_holds(claimed.peers)
-        donors = await claimed.of_donors(self.joined.witness)
+        donors = await claimed.of_donors()
         for peer, claim in donors.items():
             if claimed.vouched is not None and claim.digest != claimed.vouched.digest:
                 continue

@@ -110,7 +110,7 @@ async def _taken(local: LocalPeer, wait_s: float) -> KeptState:
     give_up, last = time.monotonic() + wait_s, "nobody was asked"
     while time.monotonic() < give_up:
         claimed = await claimed_chain(local, local.stage, older=False, limits=Limits())
-        donors = {*await claimed.of_donors(local.witness), *bootstraps}
+        donors = {*await claimed.of_donors(), *bootstraps}
         for peer in dict.fromkeys((*claimed.claims, *bootstraps)):
             try:
                 return await _from(local, claimed, peer, newer=peer in donors)
@@ -131,7 +131,7 @@ async def _from(local: LocalPeer, claimed: ClaimedChain, peer: str, *, newer: bo
     already. newer: whether one of this peer's would be believed.
     """
     log, folder = local.open_log(), local.folder / "incoming"
-    chain, told = claimed.chain, claimed.claims.get(local.witness)
+    chain, told = claimed.chain, claimed.vouched
     if newer and not log.rounds() and (told is not None or not local.witness):
         with suppress(NoState):
             offer = await chain.offer(peer)

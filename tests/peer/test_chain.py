@@ -357,7 +357,7 @@ def test_whose_state_the_next_two_records_do_not_fit_is_asked_where_nobody_else_
     assert isinstance(event, Resynced)
     event.taken.set()
     (liar,) = behind.donors
-    behind.chain._since_state = records
+    behind.chain.since_state = records
     behind.answers = [error("of another anchor"), *[ConnectionError("it stalled")] * 60]
     for _ in range(30):
         behind.look(holders=donors)

@@ -47,7 +47,8 @@ from dilocox.dht.swarm import Swarm
 from dilocox.dht.upload_limit import CHUNK_BYTES
 from dilocox.peer.chain.archive_keeper import ArchiveService
 from dilocox.peer.chain.chain_client import Fetched, Limits
-from dilocox.peer.chain.uploads import LEAST_BYTES_PER_S, OF_ONE_PEER, Source
+from dilocox.peer.chain.snapshot_files import write_state
+from dilocox.peer.chain.uploads import LEAST_BYTES_PER_S, OF_ONE_PEER, Source, open_state
 from dilocox.peer.chain.visitor_download import StageAnchor, claimed_chain, download_anchors
 from dilocox.peer.rounds.ballots import Ballot, certificate
 from dilocox.peer.rounds.group import tokens_cap
@@ -60,6 +61,7 @@ from dilocox.pipeline.frames import NO_TENSORS, Frame, encode_prefix_and_header
 from dilocox.pipeline.link import Stream, Traffic
 from dilocox.pipeline.relayed_requests import RelayedRequests
 from dilocox.pipeline.reservation import Assignment
+from dilocox.pipeline.stage import stage_layout
 from tests.peer.fabricated import replica_record, stage_record
 from tests.peer.kept_chains import reduced_alone
 from tests.peer.told_records import remembering
@@ -84,7 +86,9 @@ class Hostile:
         ]
         self.swarms = [Swarm(place.dht, place.run, each, place.clock) for each in self.keys]
         self._folder = folder
-        self._served: dict[str, tuple[bytes, bytes]] = {}
+        self._served: dict[str, tuple[bytes, bytes]] = {}  # records and their certificates
+        self._states = folder / "states"
+        self._given = Counter[str]()  # bytes, by kind
         self._places: list[asyncio.Task[None]] = []
         self._chunks = 0
         self._loop = asyncio.new_event_loop()
@@ -112,6 +116,24 @@ class Hostile:
         )
         self._tell(claim_key(self.place.run, 0), claim)
         return {"round": claim.round, "digest": digest}
+
+    def weights(self) -> dict[str, Any]:
+        """A1: claims the newest record of the others and gives it as it is, with weights of its own
+        for what it makes of those before.
+        """
+        own = {key.peer_id for key in self.keys}
+        told = self.place.swarm.read(claim_key(self.place.run, 0), ClaimRecord) or {}
+        newest = max((each for peer, each in told.items() if peer not in own), key=_round)
+        if newest.digest not in self._served:
+            fetched = asyncio.run(self._fetched(newest.digest))
+            anchor = torch.randn(stage_layout(self.place.manifest, 0).numel)
+            written = self._states / "written"
+            written.mkdir(parents=True)
+            write_state(written, newest.round, newest.digest, anchor, torch.zeros_like(anchor))
+            written.rename(self._states / f"{newest.round:08d}")
+            self._served[newest.digest] = fetched.data, fetched.certificate
+        self._tell(claim_key(self.place.run, 0), newest)
+        return {"round": newest.round, "given": self._given["state"]}
 
     def claims(self) -> dict[str, Any]:
         """A8: a claim of what nobody has, another one each time; A4: of the whole run."""
@@ -361,12 +383,15 @@ class Hostile:
 
     async def _serve(self) -> None:
         async def find(want: dict[str, Any]) -> Source | None:
-            found = self._served.get(str(want.get("digest")))
-            if found is None or want.get("what") not in ("record", "certificate"):
-                return None
-            return Source.of(found[want["what"] == "certificate"])
+            if want["what"] == "state":
+                return open_state(self._states, want)
+            data, proof = self._served[str(want["digest"])]  # a KeyError: it is not here
+            if want["what"] == "certificate":
+                return Source.of(proof)
+            header_bytes = 8 + int.from_bytes(data[:8], "little")
+            return Source.of(data[:header_bytes] if want.get("header") else data)
 
-        service = ArchiveService(find, Counter(), Counter())
+        service = ArchiveService(find, self._given, Counter())
         prefix = averaging_prefix(self.place.run, 0)
         await service.add_p2p_handlers(await self.place.dht.replicate_p2p(), namespace=prefix)
 
@@ -377,6 +402,7 @@ def _round(claim: ClaimRecord) -> int:
 
 ATTACKS: dict[str, Callable[[Hostile], dict[str, Any]]] = {
     "records": Hostile.records,
+    "weights": Hostile.weights,
     "claims": Hostile.claims,
     "echoes": Hostile.echoes,
     "rounds": Hostile.rounds,

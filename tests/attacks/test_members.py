@@ -29,6 +29,7 @@ LEAST_SHARE = 0.9 / 2  # of the honest rounds a minute, and a factor of two for 
         ("leaves", 5),  # likewise: more of them than there are others
         ("leaves 0, leaves 1", 2),  # likewise, one in first attempts and one in second ones
         ("states", 1),  # A7: a ticket that makes no sense
+        ("counts", 1),  # A7: says in its ticket that peers train which are not there
         ("leads", 1),  # A7: gathers every group, and gives each member another ticket of its own
         ("forges", 1),  # likewise, another ticket of the others
         ("gathers", 2),  # gather every group, and never begin

@@ -5,6 +5,7 @@ rounds go on as fast as before.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from dilocox.peer.averaging.proven_heads import PROVEN_ROUNDS
 from dilocox.peer.chain.store import Store
@@ -26,6 +28,7 @@ pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 INNER_STEPS, STEP_S = 60, 0.08  # about five seconds a round
 HONEST_S = 40.0
 BEGIN_LIMIT_S = 60.0
+JOINERS = 3
 HELD_S, HELD_LIMIT_S = 20.0, 90.0
 LEAST_SHARE = 0.9 / 2  # of the honest rounds a minute, and a factor of two for busy machines
 
@@ -123,6 +126,29 @@ def test_what_a_stranger_does_moves_nobody_and_stops_nobody(
     assert not strangers, "records of strangers were taken"
     swarm.assert_equal_chains()
     assert not any("Traceback" in peer.log_text() for peer in swarm.peers)
+
+
+def test_who_joins_and_who_exports_takes_no_weights_of_a_stranger(start_swarm: StartSwarm) -> None:
+    # with 32 bits a state is fewer bytes than six records
+    swarm = start_swarm(rounds=fixed_steps(INNER_STEPS // 2), codec={"bits": 32})
+    members = [swarm.add_peer(step_s=STEP_S) for _ in range(3)]
+    swarm.wait_for_rounds(7, 180)
+    folder = swarm.folder / "export"
+    with attacked(swarm, "weights") as attack:  # A1
+        for _ in range(JOINERS):
+            joiner = swarm.add_peer(step_s=STEP_S)
+            swarm.wait_for_rounds(1, 120, of=[joiner])
+            assert joiner.of_kind("resynced"), "it took records, and this shows nothing"
+            assert "alarm" not in joiner.log_text()
+            shutil.rmtree(folder, ignore_errors=True)
+            swarm.run_command("export", swarm.invite, str(folder), limit_s=120)
+            # the stranger's are a standard deviation of one
+            for name, values in load_file(folder / "model.safetensors").items():
+                assert values.std() < 0.5 or "norm" in name, name
+        print(f"a stranger of {len(attack.done)} claims gave {attack.done[-1]['given']} bytes")
+        assert not attack.done[-1]["given"]
+    swarm.wait_for_rounds(9, 60, of=members)
+    swarm.assert_equal_chains()
 
 
 def test_a_run_begins_though_strangers_say_that_they_train_and_come_to_no_group(

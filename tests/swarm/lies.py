@@ -33,16 +33,19 @@ from dilocox.peer.averaging.matchmaking import PlanKeys
 from dilocox.peer.rounds import exchange, shares, signed_means
 from dilocox.peer.rounds.group import TICKET_DOMAIN, Mean, Ticket
 from dilocox.peer.rounds.group_calls import GroupCalls
+from dilocox.peer.rounds.record import bitmap_of
 from tests.swarm.altered import LEFT
 
 logger = logging.getLogger(__name__)
 
+GHOSTS, SHORT_BYTES = 20, 8  # as a ticket names peers that it does not know
 CROWD = 6  # fresh keys, more than a group of the others has members
 AGAIN_S = 0.3
 
 _own_time = averager.own_time
 _exchange_parts = exchange.Attempt.exchange_parts
 _join = StageAverager.rpc_join_group
+_pack = Ticket.pack
 _push, _sign = GroupCalls.push_mean, signed_means.MeanSeal.sign
 _combine, _encode = shares.combine, shares.encode
 
@@ -129,6 +132,18 @@ def states() -> None:
         return ["what", "no", "ticket", "is"]
 
     Ticket.pack = nonsense
+
+
+def counts() -> None:
+    """States that all of the last record still train, and a crowd of peers that nobody has seen."""
+
+    def ghosts(self: Ticket, last: Collection[str]) -> list[object]:
+        facts = _pack(self, last)
+        facts[-4] = bitmap_of(sorted(set(last)), last)
+        facts[-3] = [random.randbytes(SHORT_BYTES) for _ in range(GHOSTS)]
+        return facts
+
+    Ticket.pack = ghosts
 
 
 def leads() -> None:
@@ -306,6 +321,7 @@ LIES: dict[str, Callable[[], None]] = {
     "leaves 0": functools.partial(leaves, attempt=0),  # of first attempts alone
     "leaves 1": functools.partial(leaves, attempt=1),
     "states": states,
+    "counts": counts,
     "leads": leads,
     "forges": forges,
     "gathers": gathers,

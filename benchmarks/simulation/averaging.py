@@ -28,7 +28,7 @@ from dilocox.peer.rounds.group import (
     Plan,
     TooFew,
     attempt_times,
-    missed_by_most,
+    taking_part,
 )
 from dilocox.peer.rounds.rank_choice import facts_of, following_window, next_inner_steps
 from dilocox.peer.rounds.record import Contribution, RecordRefused
@@ -37,10 +37,9 @@ from dilocox.peer.rounds.standing import (
     credits,
     following_standings,
     most_tokens,
-    sitting_out,
     voters,
 )
-from dilocox.peer.rounds.vote_count import Verdict, Vote, decide, exclusion, may_start
+from dilocox.peer.rounds.vote_count import Verdict, Vote, decide, exclusion
 
 PHASES = 2
 JOIN_TRIPS = (2.0, 4.0)  # round trips: declare oneself, find the leader, be taken
@@ -182,25 +181,18 @@ class Meetings:
         group = {peer: each for peer, each in sorted(group.items()) if peer not in blamed}
         if not group:
             return
-        orders = {peer: orders[peer] for peer in group}
-        views = {peer: frozenset(order.counted) for peer, order in orders.items()}
         order = next(iter(orders.values()))
-        last, before = order.last_contributors, () if order.last is None else order.last.standings
-        present = group.keys() - sitting_out(before, order.plan.round)
-        told = {peer: orders[peer].unreliable for peer in present}
-        unreliable = missed_by_most(told, credits(orders, before, order.plan.round))
-        if may_start(present - unreliable, views, last):
-            present -= unreliable
-            blamed |= unreliable
-        if may_start(present, views, last):
-            for peer in group.keys() - present:
-                group[peer].fail("this peer sits out")
-            group = {peer: each for peer, each in group.items() if peer in present}
-        elif not may_start(group, views, last):
+        before = () if order.last is None else order.last.standings
+        tickets = {peer: orders[peer].ticket() for peer in group}
+        try:
+            part = taking_part(order, tickets, credits(orders, before, order.plan.round), blamed)
+        except TooFew as error:
             for each in group.values():
-                each.fail(f"{len(group)} members are too few of those that must be there")
+                each.fail(str(error))
             return
-        _Exchange(self, group, blamed).begin()
+        for peer in group.keys() - part.tickets.keys():
+            group[peer].fail("this peer sits out")
+        _Exchange(self, {peer: group[peer] for peer in part.tickets}, {*part.excluded}).begin()
 
 
 class _Exchange:

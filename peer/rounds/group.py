@@ -316,6 +316,10 @@ class Ticket(SendFacts):
             raise GroupRefused(f"{peer} did not sign what is told of it")
         return cls.unpack(facts, last, client_mode=client_mode)
 
+    def is_of(self, plan: Plan) -> bool:
+        """Whether its owner means this attempt, and has something to give."""
+        return self.plan == plan.key and self.tokens > 0
+
     def resolved(self, group: Collection[str]) -> frozenset[str]:
         """The counted peers; of those that are named by a hash the members of a group by name."""
         names = {_named(_short(peer)): peer for peer in group}
@@ -421,14 +425,10 @@ def attempt_setup(
 ) -> AttemptSetup:
     """The agreed facts of an attempt, from what its members stated.
 
-    A repeated attempt leaves out the peers that the signed aborts of the first one blame. Whoever
-    was left out, or unheard, again and again sits out, where the others can go on without it; so
-    does whom most voters missed in attempts since the last record: two that fall silent in turns
-    would void both of every round, and no record would say so. Who states another plan, or no
-    tokens, is left out: all have the same tickets, and one that makes no sense stops nobody. Where
-    more come than a record holds, those who were in the most records stay. A repeated attempt is
-    reduced by those that vote, if any can be reached. `group`: the id of the group, from which its
-    rows follow.
+    A repeated attempt leaves out the peers that the signed aborts of the first one blame; who of
+    the others takes part says `taking_part`. Where more come than a record holds, those who were in
+    the most records stay. A repeated attempt is reduced by those that vote, if any can be reached.
+    `group`: the id of the group, from which its rows follow.
 
     Raises:
         GroupRefused: there is nobody to reduce, or no place for this peer.
@@ -450,32 +450,15 @@ def attempt_setup(
     )
     if me in excluded:
         raise LeftOut("the others leave this peer out of the repeated attempt")
-    tickets = {
-        peer: ticket
-        for peer, ticket in tickets.items()
-        if peer not in excluded and ticket.plan == plan.key and ticket.tokens > 0
-    }
-    if me not in tickets:
+    if me not in tickets or not tickets[me].is_of(plan):
         raise GroupRefused("what the others heard of this peer is not what it stated")
-    # whoever is here counts itself: one that counts nobody stops no group
-    views = {peer: ticket.resolved(tickets) | {peer} for peer, ticket in tickets.items()}
-    there = counted_by(tickets, views, order.last_contributors) & set(order.last_contributors)
-    lacking = frozenset(there - tickets.keys() - set(excluded))
-    present = tickets.keys() - sitting_out(before, plan.round)
-    told = {peer: tickets[peer].unreliable for peer in present}
-    unreliable = missed_by_most(told, credited)
-    if may_start(present - unreliable, views, order.last_contributors):
-        present -= unreliable
-        excluded += sorted(unreliable)
-    if may_start(present, views, order.last_contributors):
-        if me not in present:
-            raise LeftOut(
-                "this peer sits out: exchanges with it had to be repeated, or most of what it sent "
-                "was left out or came too late"
-            )
-        tickets = {peer: ticket for peer, ticket in tickets.items() if peer in present}
-    elif not may_start(tickets, views, order.last_contributors):
-        raise TooFew(f"{len(tickets)} members are too few of those that must be there")
+    part = taking_part(order, tickets, credited, excluded)
+    tickets = part.tickets
+    if me not in tickets:
+        raise LeftOut(
+            "this peer sits out: exchanges with it had to be repeated, or most of what it sent was "
+            "left out or came too late"
+        )
     if len(tickets) > (room := largest_group(codec)):
         first = sorted(tickets, key=lambda peer: (-credited[peer], _short(peer)))[:room]
         if me not in first:
@@ -530,13 +513,64 @@ def attempt_setup(
         template=template,
         shares=grid.shares(phases),
         phases=phases,
-        excluded=tuple(excluded),
-        lacking=lacking,
+        excluded=part.excluded,
+        lacking=part.lacking,
         plan=RoundPlan(manifest, codec),
         deadlines=deadlines,
         codec_s=codec_s,
         robust=manifest.rounds.robust,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakingPart:
+    """Who of those that came takes part in an attempt: the same for all who saw their tickets.
+
+    tickets: theirs. excluded, lacking: as in `AttemptSetup`.
+    """
+
+    tickets: dict[str, Ticket]
+    excluded: tuple[str, ...]
+    lacking: frozenset[str]
+
+
+def taking_part(
+    order: ExchangeOrder,
+    tickets: Mapping[str, Ticket],
+    credited: Mapping[str, int],
+    excluded: Collection[str],
+) -> TakingPart:
+    """Who takes part, of those that are not excluded by the aborts of the attempt before.
+
+    Whoever was left out, or unheard, again and again sits out, where the others can go on without
+    it; so does whom most voters missed in attempts since the last record: two that fall silent in
+    turns would void both of every round, and no record would say so. Who states another plan, or no
+    tokens, is left out: all have the same tickets, and one that makes no sense stops nobody.
+
+    order: of any of them. credited: see `credits`. Raises TooFew of those that must be there.
+    """
+    plan, last = order.plan, order.last_contributors
+    before = () if order.last is None else order.last.standings
+    tickets = {
+        peer: ticket
+        for peer, ticket in tickets.items()
+        if peer not in excluded and ticket.is_of(plan)
+    }
+    # whoever is here counts itself: one that counts nobody stops no group
+    views = {peer: ticket.resolved(tickets) | {peer} for peer, ticket in tickets.items()}
+    there = counted_by(tickets, views, last) & set(last)
+    lacking = frozenset(there - tickets.keys() - set(excluded))
+    present = tickets.keys() - sitting_out(before, plan.round)
+    told = {peer: tickets[peer].unreliable for peer in present}
+    unreliable = missed_by_most(told, credited)
+    if may_start(present - unreliable, views, last):
+        present -= unreliable
+        excluded = [*excluded, *sorted(unreliable)]
+    if may_start(present, views, last):
+        tickets = {peer: ticket for peer, ticket in tickets.items() if peer in present}
+    elif not may_start(tickets, views, last):
+        raise TooFew(f"{len(tickets)} members are too few of those that must be there")
+    return TakingPart(tickets=tickets, excluded=tuple(excluded), lacking=lacking)
 
 
 def missed_by_most(told: Mapping[str, Collection[str]], credited: Mapping[str, int]) -> set[str]:

@@ -199,8 +199,7 @@ class Member:
             case "forward":
                 self._check_step(frame)
                 scale = ForwardFacts.from_facts(frame.facts).loss_scale
-                if scale is not None:
-                    self.worker.optimizer.take_loss_scale(scale)
+                self.worker.optimizer.take_loss_scale(1.0 if scale is None else scale)
                 self.worker.feed(frame.microbatch, *split_forward(frame, self._vocabulary))
             case "go":
                 self._check_step(frame)
@@ -233,7 +232,7 @@ class Member:
                 fault = Fault.from_facts(frame.facts, self.num_stages)
                 if not self.stage < fault.seen_by < fault.stage:
                     raise FrameRefused("header", "a fault of another part of the chain")
-                self._send(self._upper, self._frame("fault", facts=frame.facts))
+                self._send(self._upper, self._frame("fault", facts=fault.to_facts()))
                 return fault
             case "evaluated":
                 evaluated = Evaluated.from_facts({**frame.facts, "batch": frame.microbatch})

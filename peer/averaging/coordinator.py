@@ -571,7 +571,7 @@ class Coordinator(threading.Thread):
         if (replica := self._replica_record(replace(status, members=led))) is not None:
             records[replica_key(self._local.run)] = replica
         if lease is not None:
-            records |= lease.announcement(status.data_position)
+            records |= lease.announcement(status.data_part, status.data_position)
         self._writing = self._writer.submit(partial(self._write, records, lease))
 
     def _write(self, records: dict[str, Record], lease: PartLease | None) -> float:

@@ -11,6 +11,7 @@ nobody from a part who was: keys that train nothing may say that they read every
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Collection, Sequence
 
 from dilocox.dht.records import PartRecord, Record, part_key
@@ -40,16 +41,18 @@ class PartLease:
         """`first`: the part to try first, that of the snapshot."""
         self._local = local
         parts = range(local.manifest.data.parts)
-        self._order = sorted(parts, key=lambda part: (part != first, _rank(local.me, part)))
-        self._tried = 0
-        self.part = self._order[0]
+        self._order = sorted(parts, key=lambda part: _rank(local.me, part))
+        # those behind it are next: with a restart a day the ones before would else come each day
+        self._tried = self._order.index(first) if first in parts else 0
+        self.part = self._order[self._tried]
         self._positions: dict[int, int] = {}  # how far the holders of other parts were seen
         self.held = False
+        self._lifetime_s = local.manifest.deadlines.record_lifetime_s
         self._finished = False  # the part, by the training loop
         self._shared = False  # with a head that was there before
         self._credited: Collection[str] = ()
         self._announced = -1  # the part that was told last
-        self._moved = False  # to a part whose position is not this head's own
+        self._stored_at = -math.inf
 
     @property
     def position(self) -> int:
@@ -84,18 +87,26 @@ class PartLease:
         elif not holders:
             shared = False  # it goes on where it is, and is the part's first reader now
         moved = part != self.part or not self.held
-        self.part, self._shared, self._moved = part, shared, moved
+        self.part, self._shared = part, shared
         return moved
 
-    def announcement(self, position: int) -> dict[str, Record]:
-        """What keeps the lease. position: how far this head has read the part it held before."""
-        record = PartRecord(part=self.part, position=self.position if self._moved else position)
+    def announcement(self, part: int, position: int) -> dict[str, Record]:
+        """What keeps the lease. part, position: what this head reads now, and where it is in it: of
+        another part than that of the lease until it has opened that.
+        """
+        position = position if part == self.part else self.position
+        record = PartRecord(part=self.part, position=position)
         self._announced = record.part
         return {part_key(self._local.run, record.part): record}
 
     def published(self, stored: bool) -> None:
-        if self._announced == self.part:  # else `settle` has taken another one meanwhile
-            self.held, self._moved = stored, False
+        if self._announced != self.part:  # `settle` has taken another one meanwhile
+            return
+        now, lifetime_s = self._local.clock.monotonic(), self._lifetime_s
+        if stored:
+            self._stored_at = now
+        # a write that fails leaves the one before, which lives on for a while
+        self.held = stored or (self.held and now < self._stored_at + lifetime_s)
 
     def finish(self) -> None:
         """The part was read to its end: `settle` takes another one."""

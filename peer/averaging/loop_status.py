@@ -37,7 +37,7 @@ class LoopStatus:
     oldest_anchor: the round of the oldest anchor that these had then; None without others.
     blocked: why this peer does not train, or empty.
     started_over: it gave up all that it had learnt, and has taken no inner step since.
-    data_position: in the data part that it reads.
+    data_part, data_position: what it reads of the data, and where; -1 before it does.
     inner_step, inner_steps: of the round, taken and planned (H).
     applied_round: of the last record in its anchor. in_flight: whose exchange is under way.
     step_s: the longest inner step of the round.
@@ -59,6 +59,7 @@ class LoopStatus:
     oldest_anchor: int | None = None
     blocked: str = ""
     started_over: bool = False
+    data_part: int = -1
     data_position: int = 0
     round: int = 0
     inner_step: int = 0

@@ -23,7 +23,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +44,7 @@ CHUNKS_FILE = "anchor.chunks"
 LOCAL_FILE = "local.safetensors"
 DIGESTS_FILE = "digests.json"
 STATE_CHUNK_BYTES = 1 << 20
+SYNC_BYTES = 1 << 28
 PIECE_VALUES = 1 << 20  # of a vector, that are in memory at once
 DAMAGED = ".damaged"  # how the name of a folder ends that was set aside
 _KINDS: Final = {  # of tensors, as safetensors calls them
@@ -173,6 +174,20 @@ def read_snapshot(folder: Path, *, layout: str) -> Snapshot | None:
     return None
 
 
+def data_position(folders: Sequence[Path]) -> dict[str, Any]:
+    """The data position of the newest snapshot in the last of these folders that has one: of that
+    alone, nothing else is read. Empty where there is none.
+    """
+    for folder in reversed(folders):
+        for found in reversed(_complete(folder)):
+            try:
+                with safe_open(found / LOCAL_FILE, framework="pt") as file:
+                    return json.loads(file.metadata()["local"])["facts"]["data"]
+            except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
+                logger.info("%s: no data position: %s", found, error)
+    return {}
+
+
 def _write_digests(folder: Path, local: bytes) -> None:
     """local: the digests of the chunks of the local file; the state's are in its own."""
     facts = json.loads((folder / STATE_FACTS_FILE).read_text())
@@ -290,15 +305,22 @@ def split(values: Tensor) -> tuple[Tensor, ...]:
 
 
 class _Hashed:
-    """A file that is written front to back, and its chunks hashed meanwhile."""
+    """A file that is written front to back, and its chunks hashed meanwhile. What was written goes
+    to the disk now and then: all of it at the end would take minutes, and nobody can end that.
+    """
 
     def __init__(self, file: BinaryIO):
         self._file = file
+        self._unsynced = 0
         self._whole = bytearray()
         self._chunk, self._room = hashlib.sha256(), STATE_CHUNK_BYTES
 
     def write(self, data: Any) -> None:
-        self._file.write(data)
+        self._unsynced += self._file.write(data)
+        if self._unsynced >= SYNC_BYTES:
+            self._file.flush()
+            os.fdatasync(self._file.fileno())
+            self._unsynced = 0
         left = memoryview(data).cast("B")
         while left:
             part, left = left[: self._room], left[self._room :]

@@ -189,8 +189,7 @@ class Assembly:
         """A lease on a part of the run's data; who has no use for one, or own data, needs none."""
         if self._local.options.data or self._local.stage > 0:
             return None
-        found = self._snapshots.found
-        return PartLease(self._local, first=found.data.get("part") if found else None)
+        return PartLease(self._local, first=self._snapshots.data.get("part"))
 
     # ---- the loop --------------------------------------------------------------------------------
     def _trainer(self) -> Trainer:

@@ -65,7 +65,7 @@ def local_model(
     else:
         optimizer = InnerOptimizer(module.named_parameters(), manifest.inner)
     rule = MergeConfig.of(manifest.outer, manifest.codec, manifest.rounds)
-    if snapshots.found is not None:
+    if snapshots.found:
         tensors, facts = snapshots.merge_state()
         buffers.anchor.copy_(tensors["anchor"])
         buffers.momentum.copy_(tensors["momentum"])

@@ -205,6 +205,11 @@ class _ReadAhead:
         self._thread.start()
         atexit.register(self._end)
 
+    @property
+    def ready(self) -> bool:
+        """Whether `next` returns at once."""
+        return not self._queue.empty()
+
     def next(self) -> _TokenBuffer:
         item = self._queue.get()
         if isinstance(item, BaseException):
@@ -236,6 +241,15 @@ class _ReadAhead:
         atexit.unregister(self._end)
 
 
+@dataclass(frozen=True)
+class _Coming:
+    """A part that was opened: of its first buffer so many windows were used before."""
+
+    part: int
+    ahead: _ReadAhead
+    used: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class _PartReader:
     """Makes buffers of the documents of one part; knows nothing of who asks, who may be gone."""
@@ -249,8 +263,18 @@ class _PartReader:
     def open(self, epoch: int) -> DocumentStream | MixedStream:
         return self.source.part(self.part, f"{self.seed}/{epoch}")
 
-    def buffers(self, stream: DocumentStream | MixedStream, epoch: int) -> Iterator[_TokenBuffer]:
-        """The buffers from a place on, without end: the next epoch's follow those of this one."""
+    def buffers(
+        self, epoch: int, rows: int = 0, start: dict[str, Any] | None = None
+    ) -> Iterator[_TokenBuffer]:
+        """The buffers from a place in an epoch on, without end: the next epoch's follow those of
+        this one. start: what a stream's `state_dict` said there; else so many rows are passed over,
+        which are read for that.
+        """
+        stream = self.open(epoch)
+        if start is None:
+            stream.skip(rows)
+        else:
+            stream.load_state_dict(start)
         while True:
             start = stream.state_dict()
             if len(windows := self._windows(stream)):
@@ -303,23 +327,44 @@ class Corpus(Iterator[torch.Tensor]):
         self._seed = seed
         self.part = -1  # none is open
         self._ahead: _ReadAhead | None = None
+        self._coming: _Coming | None = None
         self._buffer: _TokenBuffer
         self._used = 0  # windows of the buffer
+        self._epochs = dict[int, int]()  # by part that was read to its end: the one that is next
 
-    def open_part(self, part: int, position: int = 0) -> None:
-        """Read from this part from now on, from its start or from a `position` of any peer.
+    def open_part(self, part: int, position: int = 0, *, wait: bool = True) -> None:
+        """Read from this part from now on: from a `position` of any peer, or from where this corpus
+        was at the end of it. With `wait` False only from when `arrived` says so: to pass over what
+        was read before takes minutes of a large part.
 
         Raises:
-            InvalidInput: the run has no such part, or it is too small for one window.
+            InvalidInput: the run has no such part, or (`arrived` does that without `wait`) it is
+                too small for one window.
         """
         if not 0 <= part < self._spec.parts:
             raise InvalidInput(f"data part {part} is not one of 0 to {self._spec.parts - 1}")
-        epoch, rows = place_of(position)
-        reader = self._reader(part)
-        stream = reader.open(epoch)
-        stream.skip(rows)
-        self._read_from(reader.buffers(stream, epoch))
-        self.part = part
+        epoch, rows = place_of(max(position, position_of(self._epochs.get(part, 0))))
+        self._read_from(part, self._reader(part).buffers(epoch, rows), wait=wait)
+
+    def arrived(self, *, wait: bool = False) -> bool:
+        """Whether the part that was opened last is read by now; raises what kept it from that."""
+        coming = self._coming
+        if coming is not None:
+            if not (wait or coming.ahead.ready):
+                return False
+            self._buffer = coming.ahead.next()
+            if self._ahead is not None:
+                self._ahead.stop()
+            self._ahead, self._coming = coming.ahead, None
+            self.part, self._used = coming.part, coming.used
+        return self.part >= 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether a part is read, and the next microbatch's first window is here."""
+        return self._ahead is not None and (
+            self._used < len(self._buffer.windows) or self._ahead.ready
+        )
 
     @property
     def epoch(self) -> int:
@@ -354,13 +399,18 @@ class Corpus(Iterator[torch.Tensor]):
             "epoch": self.epoch,
             "shelf_start": deepcopy(self._buffer.start),
             "used": self._used,
+            "epochs": {str(part): epoch for part, epoch in self._epochs.items()},
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Go on exactly where `state_dict` was called; return whether that is possible.
+    def load_state_dict(
+        self, state: dict[str, Any], part: int | None = None, *, wait: bool = True
+    ) -> bool:
+        """Go on exactly where `state_dict` was called; return whether that is possible. `wait` as
+        for `open_part`.
 
-        It is not, and nothing changes but for a warning, when the state is of other files, another
-        tokenizer, sequence length or seed. The caller then opens a part from its start.
+        It is not where that was in another part than `part`, though what was read to its end is
+        known then; nor, and nothing changes but for a warning, when the state is of other files,
+        another tokenizer, sequence length or seed. The caller then opens a part from its start.
         """
         if state.get("identity") != self._identity():
             logger.warning(
@@ -370,11 +420,11 @@ class Corpus(Iterator[torch.Tensor]):
                 self._spec.source,
             )
             return False
-        reader = self._reader(state["part"])
-        stream = reader.open(state["epoch"])
-        stream.load_state_dict(state["shelf_start"])
-        self._read_from(reader.buffers(stream, state["epoch"]))
-        self.part, self._used = state["part"], state["used"]
+        self._epochs = {int(read): epoch for read, epoch in state.get("epochs", {}).items()}
+        if part not in (None, state["part"]):
+            return False
+        buffers = self._reader(state["part"]).buffers(state["epoch"], start=state["shelf_start"])
+        self._read_from(state["part"], buffers, used=state["used"], wait=wait)
         return True
 
     def _identity(self) -> str:
@@ -390,16 +440,21 @@ class Corpus(Iterator[torch.Tensor]):
             seed=self._seed,
         )
 
-    def _read_from(self, buffers: Iterator[_TokenBuffer]) -> None:
-        if self._ahead is not None:
-            self._ahead.stop()
-        self._ahead = _ReadAhead(buffers)
-        weakref.finalize(self, self._ahead.stop)
-        self._next_buffer()
+    def _read_from(
+        self, part: int, buffers: Iterator[_TokenBuffer], *, used: int = 0, wait: bool
+    ) -> None:
+        if self._coming is not None:
+            self._coming.ahead.stop()
+        self._coming = _Coming(part, _ReadAhead(buffers), used)
+        weakref.finalize(self, self._coming.ahead.stop)
+        if wait:
+            self.arrived(wait=True)
 
     def _next_buffer(self) -> None:
         assert self._ahead is not None
-        self._buffer, self._used = self._ahead.next(), 0
+        before, self._buffer, self._used = self._buffer.epoch, self._ahead.next(), 0
+        if self._buffer.epoch > before:
+            self._epochs[self.part] = self._buffer.epoch
 
 
 def held_out_digest(spec: DataSpec) -> str:

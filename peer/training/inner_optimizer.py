@@ -40,6 +40,7 @@ from dilocox.dht.manifest import InnerSpec
 logger = logging.getLogger(__name__)
 
 # What torch keeps of a parameter.
+MOST_LOSS_SCALE = 2.0**24  # a backward in fp16 has overflowed long before
 _ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
 _MUON_STATE = ("momentum_buffer",)
 
@@ -393,6 +394,9 @@ class InnerOptimizer:
                 self._scaler.step(part.optimizer)
         if self._scaler is not None:
             self._scaler.update()
+            # where all compute in fp32 nothing overflows, and it would double for ever
+            if self.device.type == "cpu" and self._scaler.get_scale() > MOST_LOSS_SCALE:
+                self._scaler.update(MOST_LOSS_SCALE)
             self._loss_scale = None
 
     def _back_off(self) -> None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dilocox.compression.layout import FlatLayout
+from dilocox.dht.errors import DilocoxError
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.averaging.averager import AveragerStuck, StageBuffers
 from dilocox.peer.averaging.coordinator import ChildDied, Coordinator
@@ -40,6 +41,7 @@ from dilocox.pipeline.stage import StageModule
 logger = logging.getLogger(__name__)
 
 LEAVE_LIMIT_S = 6.0  # how long a leaving peer waits for the exchange in flight
+LEAVE_BYTES_PER_S = 50e6  # an outer step goes over anchor and momentum faster, where a peer leaves
 HAND_ON_LIMIT_S = 15.0  # and for somebody to take its last record
 SAVE_SOON_AT, SAVE_AT = 0.5, 0.75  # of what the log keeps, applied since the last snapshot
 BUFFERS_LIMIT_S = 300.0  # how long an outer step, or a state from the disk, may take
@@ -104,8 +106,7 @@ class Learner:
         self._caught_up_s = 0.0
         self._codec = stage_codec(manifest, model.layout)
         self._takes_at_once = manifest.outer.apply == "arrival" or manifest.outer.merge == "none"
-        state: dict[str, Any] = snapshots.found.data if snapshots.found else {}
-        self.data_state: Callable[[], dict[str, Any]] = lambda: state
+        self.data_state: Callable[[], dict[str, Any]] = lambda: snapshots.data
         self.status = LoopStatus()
         self.newest: RoundRecord | None = None
 
@@ -235,7 +236,7 @@ class Learner:
             self._wait_for_outcome(self._coordinator.outcome_limit_s, self._stop)
         self._wait_for_outcome(limit_s, threading.Event())
         try:
-            self._wait_for_buffers(limit_s)
+            self._wait_for_buffers(limit_s + 8 * self._model.layout.numel / LEAVE_BYTES_PER_S)
             self._save()
         except AveragerStuck as error:
             logger.warning("what was learnt since the last snapshot is lost: %s", error)
@@ -249,6 +250,16 @@ class Learner:
             logger.info("handing the last record to the operator's archive")
             hand_on_s = min(2 * deadlines.heartbeat_s, HAND_ON_LIMIT_S)
             self._wait_for_archive(hand_on_s, threading.Event())
+
+    def keep(self) -> None:
+        """Keep what this peer has learnt, if its state is whole: what it does in the training loop
+        has failed, for a reason that lies elsewhere, and it ends.
+        """
+        try:
+            self._wait_for_buffers(0.0)
+            self._save()
+        except (AveragerStuck, ChildDied, DilocoxError) as error:
+            logger.warning("what was learnt since the last snapshot is lost: %s", error)
 
     def _end_round(self, round_number: int, scheduled_at: float) -> None:
         """The send of this round; then, under `merge: none`, its record."""

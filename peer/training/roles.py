@@ -23,9 +23,10 @@ from typing import Any
 
 from torch import Tensor
 
-from dilocox.dht.errors import CannotFollow
+from dilocox.dht.errors import CannotFollow, EnvironmentFault
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.averaging.coordinator import Coordinator
+from dilocox.peer.averaging.averager import AveragerStuck
+from dilocox.peer.averaging.coordinator import ChildDied, Coordinator
 from dilocox.peer.training.data import Corpus, batches_of
 from dilocox.peer.training.inner_optimizer import learning_rate
 from dilocox.peer.training.loop import POLL_S, Learner, Move, Revised
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 FORM_PAUSE_S = 0.5  # between two tries to form a replica, plus as much again by chance
 LAST_LOSS_PAUSE_S = 0.5
+NO_TEXT = "the text of its part of the data is not here yet"
 PAUSED = "the operator has paused the run"
 LAST_LOSS_LIMIT_S = 30.0  # how long the run's last validation waits for all stages' last records
 
@@ -72,11 +74,13 @@ class Leading:
         self._coordinator = coordinator
         self._meter = meter
         self._stop = stop
-        self._held: tuple[int, int] | None = None  # the part that is open, where it was begun
+        self._held: tuple[int, int] | None = None  # the part that is read, where it was begun
+        self._opening: tuple[int, int] | None = None  # the one that is opened
         self._first_epoch = 0
         self._saved = learner.data_state()
         learner.data_state = self._data_state
         self._batch: list[Tensor] = []  # of the inner step that is not taken yet
+        self._before_batch: dict[str, Any] = {}  # the data position
         self._tried_at = 0.0
         self._told = ""
         self._trained = False
@@ -98,7 +102,11 @@ class Leading:
             self._show_replica(PAUSED if paused else "")
             self._learner.stand_still()
             return
-        self._follow_lease()
+        if not self._follow_lease():
+            self._show_replica(NO_TEXT)
+            self._learner.stand_still()
+            self._move_if_asked()
+            return
         if not self._head.members and not self._form():
             self._learner.take_events(wait_s=POLL_S)
             self._learner.snapshot_if_due()
@@ -156,6 +164,7 @@ class Leading:
             undecided=head.undecided and bool(members),
             oldest_anchor=head.oldest_anchor if members else None,
             blocked=blocked,
+            data_part=-1 if self._held is None else self._held[0],
             data_position=0 if self._held is None else self._corpus.position,
         )
         self._reservation.open({"members": list(members), "epoch": head.epoch})
@@ -164,6 +173,7 @@ class Leading:
     def _inner_step(self) -> None:
         batch = self._manifest.batch
         if not self._batch:
+            self._before_batch = self._corpus.state_dict()
             self._batch = list(islice(self._corpus, batch.microbatches))
         tokens = self._learner.tokens_of_run + batch.tokens_per_step
         rate = learning_rate(self._manifest.inner, self._manifest.end_tokens, tokens)
@@ -214,22 +224,30 @@ class Leading:
 
     # ---- data ------------------------------------------------------------------------------------
     def _data_state(self) -> dict[str, Any]:
-        return self._saved if self._held is None else self._corpus.state_dict()
+        if self._held is None:
+            return self._saved
+        return self._before_batch if self._batch else self._corpus.state_dict()
 
-    def _follow_lease(self) -> None:
-        """Read the part of the data that this peer holds a lease on."""
+    def _follow_lease(self) -> bool:
+        """Read the part of the data that this peer holds a lease on, as soon as it is here; whether
+        an inner step can be made of what is read.
+        """
         if self._batch:
-            return  # its microbatches are counted in the position of the part that they are from
+            return True  # its microbatches are counted in the position of their part
         part, position = lease = self._coordinator.data_part
         if lease == self._held:
             if self._corpus.epoch > self._first_epoch:
                 self._first_epoch = self._corpus.epoch  # told once an epoch
                 self._coordinator.finish_part()
-            return
-        state, self._saved = self._saved, {}
-        if state.get("part") != part or not self._corpus.load_state_dict(state):
-            self._corpus.open_part(part, position)
-        self._held, self._first_epoch = lease, self._corpus.epoch
+            return self._corpus.ready
+        if lease != self._opening:
+            self._opening = lease
+            state = self._saved if self._held is None else {}
+            if not (state and self._corpus.load_state_dict(state, part, wait=False)):
+                self._corpus.open_part(part, position, wait=False)
+        if self._corpus.arrived() and self._corpus.part == part:
+            self._held, self._first_epoch = lease, self._corpus.epoch
+        return self._corpus.ready
 
 
 SPARE_S = 30.0  # in no replica, where no stage lacks a peer: then it is said what for
@@ -363,6 +381,9 @@ class Trainer:
                 role.turn()
         except (Move, Revised, CannotFollow) as asked:
             move = asked
+        except (AveragerStuck, ChildDied, EnvironmentFault):
+            learner.keep()
+            raise
         ended = not self._stop.is_set() and move is None
         role.release(ended=ended)
         learner.leave(ended=ended)

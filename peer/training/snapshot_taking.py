@@ -35,6 +35,7 @@ from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.files import disk_fault, write_atomically
 from dilocox.peer.chain.snapshot_files import (
     Snapshot,
+    data_position,
     newest_number,
     oldest_number,
     read_snapshot,
@@ -42,6 +43,7 @@ from dilocox.peer.chain.snapshot_files import (
     tensors_of,
     write_snapshot,
 )
+from dilocox.peer.state_folder import ASIDE
 from dilocox.peer.training.inner_optimizer import InnerOptimizer, InnerState
 from dilocox.peer.training.merge import Merge, Send
 
@@ -57,22 +59,13 @@ MOST_HASTE = 16.0  # so many times as fast, at most, after snapshots that were c
 DISK_LIMIT_S = 60.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """The snapshot that a peer started from.
-
-    round: of the last record in it. data: the data position.
-    """
-
-    round: int
-    data: dict[str, Any]
-
-
 class Snapshots:
     """The snapshots of one peer, and the journal of the sends since the last one.
 
     Attributes:
-        found: the snapshot that this peer started from, if any.
+        found: whether this peer started from a snapshot.
+        data: the data position of that, or of the one that the last rollback put aside: what was
+            read is not read again. Empty where there is none.
         sent_since: the sends after it, which may be in records; the oldest first.
         round: of the anchor of the newest complete one; -1 where there is none.
     """
@@ -96,7 +89,9 @@ class Snapshots:
         self._due_at = time.monotonic() + period_s
         self._haste = 1.0
         self.round = self._round = -1 if found is None else found.round
-        self.found = None if found is None else Found(round=found.round, data=found.facts["data"])
+        self.found = found is not None
+        aside = sorted(folder.parent.glob(f"{ASIDE}*/{folder.name}"))
+        self.data: dict[str, Any] = found.facts["data"] if found else data_position(aside)
         self.sent_since: tuple[JournaledSend, ...] = self._journal.since(self._number)
 
     def sending(self, merge: Merge, round_number: int, send: Send, message: str) -> None:

@@ -3,6 +3,7 @@
 import gc
 import json
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -217,6 +218,36 @@ class TestResume:
         windows = take(successor, 30).reshape(-1, LENGTH + 1)[used:]
         assert successor.position >= steady.position > 2 << 32
         assert torch.equal(take(steady, 10).reshape(-1, LENGTH + 1), windows[:20])
+
+
+    @pytest.mark.usefixtures("small_buffers")
+    def test_a_part_that_was_read_to_its_end_begins_in_the_next_epoch(self, spec: DataSpec) -> None:
+        """Also after a restart in another part: each of these began anew."""
+        steady = corpus(spec, part=1)
+        while steady.epoch == 0:
+            next(steady)
+        steady.open_part(2)
+        state = json.loads(json.dumps(steady.state_dict()))
+        again = corpus(spec, part=0)
+        assert not again.load_state_dict(state, 0)
+        assert again.part == 0
+        for source in (steady, again):
+            source.open_part(1)
+            assert (source.epoch, source.part) == (1, 1)
+        assert torch.equal(take(steady, 20), take(again, 20))
+
+    @pytest.mark.usefixtures("small_buffers")
+    def test_what_is_opened_is_read_as_soon_as_it_is_here(self, spec: DataSpec) -> None:
+        steady, expected = corpus(spec, part=1), corpus(spec, part=2)
+        steady.open_part(2, wait=False)
+        assert steady.part == 1 and steady.ready
+        end = time.monotonic() + 30
+        while not steady.arrived():
+            next(steady)
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert steady.part == 2
+        assert torch.equal(take(steady, 5), take(expected, 5))
 
 
 class TestHeldOut:

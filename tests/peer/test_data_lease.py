@@ -50,14 +50,16 @@ class Head(PartLease):
         manifest = replace(MANIFEST, data=replace(MANIFEST.data, parts=parts))
         super().__init__(local_peer(peer, swarm=dht, manifest=manifest), first)
         self._peer, self._dht = peer, dht
+        self.reads = -1  # the part that it has opened
 
     def renew(self, position: int, credited: str = "") -> bool:
         """Whether it reads another part now. credited: heads whose values are in the chain."""
         changed = self.settle(credited)
-        for key, record in self.announcement(position).items():
+        for key, record in self.announcement(self.reads, position).items():
             assert isinstance(record, PartRecord)
             self._dht.publish(self._peer, key, record)
             self.published(True)
+        self.reads = self.part
         return changed
 
 
@@ -173,6 +175,31 @@ def test_a_restarted_head_takes_the_part_of_its_snapshot_if_it_is_still_free() -
     assert back.part != other.part
 
 
+def test_after_a_restart_the_parts_behind_that_of_the_snapshot_are_next() -> None:
+    """It went back to its first one, and with a restart a day never came to the last ones."""
+    read, first = list[int](), None
+    for _ in range(3):  # restarts
+        lease = Head(Dht(), "a", first=first)
+        lease.renew(0)
+        for _ in range(3):
+            read.append(first := lease.part)
+            lease.finish()
+            lease.renew(0)
+        first = lease.part
+    assert len(set(read)) == 8
+
+
+def test_a_write_that_fails_once_costs_no_lease_that_still_stands() -> None:
+    """Of more heads than parts another one was there at once, and the first reader moved away."""
+    dht = Dht()
+    first, second = (Head(dht, peer, parts=1) for peer in "ab")
+    first.renew(0)
+    second.renew(0)
+    first.announcement(0, 9)
+    first.published(False)
+    assert not first.renew(9)
+
+
 def test_a_part_that_was_taken_while_the_last_one_was_told_begins_where_it_should() -> None:
     """It was told with the position of the part before it, for whoever would take it over."""
     small, large = same_first_part(2, 8)
@@ -182,10 +209,11 @@ def test_a_part_that_was_taken_while_the_last_one_was_told_begins_where_it_shoul
     dht.answers = False
     other.renew(0)  # the same part, which the smaller id keeps
     dht.answers = True
-    lease.announcement(77)  # is under way
+    lease.announcement(lease.part, 77)  # is under way
+    before = lease.part
     assert lease.settle() and lease.part != other.part
     lease.published(True)
-    told = lease.announcement(77)
+    told = lease.announcement(before, 77)
     assert told == {part_key(RUN, lease.part): PartRecord(part=lease.part, position=0)}
 
 

@@ -252,8 +252,7 @@ def test_who_only_follows_has_a_snapshot_that_its_pruned_log_reaches_back_to(
     assert loop.snapshots.round == 1
     for number in (2, 3, 4):
         follow(number)  # and three quarters of it: at once
-    found = snapshots(loop).found
-    assert found is not None and found.round == 4
+    assert snapshots(loop).round == 4
 
 
 def test_under_round_end_a_record_waits_for_the_send(tmp_path: Path) -> None:
@@ -330,7 +329,7 @@ def test_at_the_rounds_end_all_that_was_learnt_is_sent(loop: Loop) -> None:
     tensors, facts = saved.merge_state()
     assert torch.equal(tensors["fly.0.message"], send.message)
     assert facts["fly"] == [[0, 3 * STEP_TOKENS, False]]
-    assert saved.found is not None and saved.found.data == {"part": 7}
+    assert saved.found and saved.data == {"part": 7}
     assert (loop.meter.inner_step, loop.meter.longest_step_s) == (0, 0.0)
     loop.learner.between_steps()
     assert len(loop.fake.told) == 1
@@ -434,7 +433,7 @@ def test_a_state_of_others_is_taken_with_ones_own_progress_on_top(loop: Loop) ->
     assert loop.learner.tokens_of_run == 5_000 + 2 * STEP_TOKENS
     assert [event["round"] for event in loop.events("resynced")] == [4]
     # on disk at once: the log begins at this state now
-    assert snapshots(loop).found is not None
+    assert snapshots(loop).found
     loop.fake.due = (5, 1.0)
     loop.learner.between_steps()
     # the send says that a state was taken before it

@@ -32,7 +32,7 @@ def test_a_leaver_waits_for_the_exchange_in_flight_and_keeps_all_on_disk(loop: L
     assert loop.fake.told[-1] == ("leave",)
     assert loop.meter.state == "leaving"
     again = Loop(loop.folder)
-    assert again.snapshots.found is not None
+    assert again.snapshots.found
     assert (again.learner.round, again.model.merge.tokens) == (0, STEP_TOKENS)
     assert torch.equal(again.live, loop.live)
 
@@ -81,7 +81,7 @@ def test_a_child_that_dies_meanwhile_makes_no_fault_of_it(tmp_path: Path) -> Non
     loop.fake.events.to_come.append(lambda: loop.fake.events.put(failed))
     loop.stop.set()
     loop.learner.leave(ended=False)
-    assert Loop(loop.folder).snapshots.found is not None
+    assert Loop(loop.folder).snapshots.found
 
 
 @pytest.mark.parametrize("case", ["none keeps it", "told to leave", "no end of the run"])

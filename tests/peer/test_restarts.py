@@ -227,7 +227,7 @@ def test_a_peer_without_any_state_does_not_send_for_a_round_again(tmp_path: Path
     with pytest.raises(Killed):
         send(loop, 4)
     again = loop.again()
-    assert again.snapshots.found is None
+    assert not again.snapshots.found
     assert [each.round for each in again.snapshots.sent_since] == [4]
     assert torch.equal(again.live, again.model.merge.anchor)
 
@@ -262,7 +262,7 @@ def test_a_damaged_newest_state_does_not_keep_a_peer_from_its_run(
     (newest / LOCAL_FILE).write_bytes(b"{}")
     again = loop.again()
     assert str(newest) in caplog.text and "damaged" in caplog.text
-    assert again.snapshots.found is None, "it joins anew"
+    assert not again.snapshots.found, "it joins anew"
     assert torch.equal(again.live, again.model.merge.anchor) and not again.learner.unsent
     again.train()
     send(again, 2)

@@ -90,6 +90,9 @@ class FakeCorpus:
         self.opened: list[tuple[int, int]] = []
         self.loaded: list[dict[str, Any]] = []
         self.fits = True
+        self.part = self._coming = -1
+        self.late = False  # what is opened comes later
+        self.ready = True
 
     def __iter__(self) -> FakeCorpus:
         return self
@@ -97,15 +100,25 @@ class FakeCorpus:
     def __next__(self) -> Tensor:
         return torch.tensor(next(self.numbers))
 
-    def open_part(self, part: int, position: int = 0) -> None:
+    def open_part(self, part: int, position: int, *, wait: bool) -> None:
+        assert not wait
         self.opened.append((part, position))
+        self._coming = part
 
-    def load_state_dict(self, state: dict[str, Any]) -> bool:
-        self.loaded.append(state)
-        return self.fits
+    def load_state_dict(self, state: dict[str, Any], part: int, *, wait: bool) -> bool:
+        assert not wait
+        same = state["part"] == part
+        self.loaded += [state] * same
+        self._coming = part
+        return self.fits and same
+
+    def arrived(self) -> bool:
+        if not self.late:
+            self.part = self._coming
+        return self.part >= 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"part": self.opened[-1][0], "reads": True}
+        return {"part": self.part, "reads": True}
 
 
 @dataclass
@@ -485,6 +498,40 @@ def test_the_end_of_a_part_is_told_once_and_the_next_part_opened_where_it_was_le
     assert led.corpus.opened[-1] == (5, 123)
     led.role.turn()
     assert len(led.loop.fake.of_kind("finish_part")) == 1
+
+
+def test_the_part_before_is_read_until_the_first_text_of_the_next_one_is_here(led: Leader) -> None:
+    """To pass over what others have read of it takes minutes, in which the replica stood still."""
+    led.corpus.late = True
+    led.loop.fake.data_part = (3, 500)
+    fed = len(led.head.fed)
+    for _ in range(3):
+        led.role.turn()
+    assert led.corpus.opened == [(0, 0), (3, 500)]
+    assert len(led.head.fed) == fed + 3
+    assert led.loop.fake.status.data_part == 0
+    led.corpus.late = False
+    led.role.turn()
+    assert led.loop.fake.status.data_part == 3
+
+
+def test_without_any_text_no_replica_is_formed_and_that_is_said(tmp_path: Path) -> None:
+    late = leader(Loop(tmp_path, manifest(stages=2)))
+    late.corpus.late, late.corpus.ready = True, False
+    late.role.turn()
+    assert not late.head.fed
+    assert "not here yet" in late.loop.fake.status.blocked
+    late.corpus.late, late.corpus.ready = False, True
+    late.role.turn()
+    assert late.head.fed
+
+
+def test_a_snapshot_in_the_middle_of_a_step_has_the_position_before_it(led: Leader) -> None:
+    led.head.steps.append(None)
+    led.corpus.part = 0
+    led.role.turn()
+    led.corpus.part = 9  # all that is read later
+    assert led.loop.learner.data_state()["part"] == 0
 
 
 def restarted(folder: Path, part: int, *, fits: bool = True) -> FakeCorpus:

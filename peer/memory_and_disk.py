@@ -147,14 +147,14 @@ def check_use(pids: list[int], limit_bytes: float | None) -> None:
 def window_limit(
     stored_bytes: int, needs: MemoryNeeds, limit_bytes: float | None, device: torch.device
 ) -> int:
-    """Microbatches in flight that a peer has room for, each storing so many bytes.
+    """Microbatches in flight that a peer has room for, each storing so many bytes; 0 bytes are not
+    known yet: as many as planned.
 
     Half of what is free on the device; on the CPU no more than what the limit leaves beside the
-    plan, which has one of them. 0 bytes are not known yet.
+    plan, which has one of them.
     """
-    if stored_bytes <= 0:
-        return LARGEST_OWN_WINDOW
     on_cpu = device.type == "cpu"
+    stored_bytes = stored_bytes or (needs.activations if on_cpu else needs.gpu_activations)
     free = available_bytes() if on_cpu else gpu_free_bytes(device) + gpu_cached_bytes(device)
     room = free / 2
     if limit_bytes is not None and on_cpu:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 from torch import Tensor
 
 from dilocox.pipeline.candidates import Records
+from dilocox.pipeline.link import Arrived
 from dilocox.pipeline.member import Member
 from dilocox.pipeline.messages import Evaluated, Fault, Go, MemberEvent, Ready, Stepped, Totals
 from dilocox.pipeline.recruiting import Recruiter, Replica
@@ -30,6 +31,8 @@ READY_LIMIT_S = 10.0  # a member takes up an epoch when the piece that it comput
 HEAL_LIMIT_S = 30.0
 LAST_STEP_LIMIT_S = 3.0  # what the step in flight may still take when this peer is to stop
 STALL_LIMIT_S = 120.0  # an inner step in which nothing moves for so long, or for ten steps' time
+STALLS = 2  # in one inner step, then its members are let go
+MOVES = frozenset({"gradient", "sum"})  # what an inner step comes nearer its end by
 
 
 class Lost(Exception):
@@ -38,6 +41,10 @@ class Lost(Exception):
     def __init__(self, fault: Fault):
         super().__init__(fault)
         self.fault = fault
+
+
+class Stalled(Lost):
+    """Nothing moves in it, though nobody says that anything is broken."""
 
 
 class Head:
@@ -83,6 +90,7 @@ class Head:
             network=member.network,
             records=records,
             clock=clock,
+            stopping=stopping,
         )
         self._clip = clip
         self._tell = tell
@@ -121,9 +129,12 @@ class Head:
             clients={0: self._client_mode},
             codecs=self._tuning.first_codecs(self._num_stages),
             window=self._tuning.first_window(self._num_stages),
+            limits={0: self._member.window_limit()},
         )
         reason = self._make_whole(set(range(1, self._num_stages)))
         if reason:
+            if len(self.members) == self._num_stages:  # who said yes, and did not come together
+                self._recruiter.blame(self._replica.others.values())
             self.dissolve()
             return reason
         self._tell("replica", epoch=self.epoch, members=list(self.members))
@@ -148,7 +159,7 @@ class Head:
         while self._clock() < end and not self._stopping():
             for stage in vacant:
                 replaced += [replica.members.pop(stage)] if stage in replica.members else []
-            reason = self._recruiter.recruit(replica, vacant) if vacant else ""
+            reason = self._recruiter.recruit(replica, vacant, until=end) if vacant else ""
             if reason:
                 break
             failed = self._begin_epoch(replica)
@@ -181,9 +192,9 @@ class Head:
             return None
         others = replica.others
         answers = self._recruiter.ask_all(others.values(), "assign", assignment.to_facts())
-        self._recruiter.avoid([peer for peer, answer in answers.items() if answer is None])
         agreed = {peer for peer, answer in answers.items() if answer and answer.frame.kind == "yes"}
         failed = {stage for stage, peer in others.items() if peer not in agreed}
+        self._recruiter.avoid([others[stage] for stage in failed])
         return failed or self._wait_until_ready(replica)
 
     def _wait_until_ready(self, replica: Replica) -> set[int] | None:
@@ -202,11 +213,16 @@ class Head:
 
         None if the replica had to be dissolved, or `stopping`: then the step was not taken.
         """
+        stalls = 0
         while self._replica is not None and not self._stopping():
             try:
                 return self._step_once(batch, learning_rate)
             except Lost as lost:
-                self._heal(lost.fault)
+                stalls += isinstance(lost, Stalled)
+                if stalls < STALLS:
+                    self._heal(lost.fault)
+                else:
+                    self._give_up(lost.fault)
         return None
 
     def _step_once(self, batch: Sequence[Tensor], learning_rate: float) -> Stepped | None:
@@ -219,15 +235,15 @@ class Head:
                 member.worker.feed(fed, None, batch[fed])
                 fed += 1
             worked = member.work()
-            happened = self._drain(0.0 if worked else POLL_S)
-            if worked or happened:
+            moved = self._drain(0.0 if worked else POLL_S)
+            if worked or moved:
                 moved_at = self._clock()
             if self._stopping():  # the step in flight is finished, if it is not a long one
                 give_up = min(give_up, self._clock() + LAST_STEP_LIMIT_S)
             if self._clock() > give_up:
                 return None
             if self._clock() - moved_at > limit_s:
-                raise Lost(Fault(stage=1, seen_by=0, reason="silent", after_s=limit_s))
+                raise Stalled(Fault(stage=1, seen_by=0, reason="silent", after_s=limit_s))
         self.step_s = self._clock() - began
         return self._go(replica, totals, learning_rate)
 
@@ -243,6 +259,7 @@ class Head:
         go = Go(factor=factor, learning_rate=learning_rate, loss=totals.loss, codecs=codecs)
         stepped = self._member.go(go)
         replica.done = (stepped.step, factor, learning_rate)
+        self._recruiter.forgive(replica.others.values())
         self._step = stepped.step + 1
         leaving = {stage for stage, report in enumerate(reports) if report.leaving and stage > 0}
         if leaving:
@@ -250,20 +267,28 @@ class Head:
         return stepped
 
     def _drain(self, wait_s: float) -> bool:
-        """Take in all that has come, waiting for the first; whether something had."""
-        inbox, some = self._member.network.inbox, False
-        while (message := inbox.get(0.0 if some else wait_s)) is not None:
-            some = True
+        """Take in all that has come, waiting for the first; whether the inner step has moved."""
+        inbox, moved = self._member.network.inbox, False
+        while (message := inbox.get(wait_s)) is not None:
+            wait_s = 0.0
             event = self._member.handle(message)
             if isinstance(event, Fault):
                 raise Lost(event)
-        return some
+            moved |= isinstance(message, Arrived) and message.frame.kind in MOVES
+        return moved
 
     def _next_event(self) -> MemberEvent | None:
         message = self._member.network.inbox.get(POLL_S)
         return None if message is None else self._member.handle(message)
 
     # ---- healing ---------------------------------------------------------------------------------
+    def _give_up(self, fault: Fault) -> None:
+        """All answer, and yet nothing moves: whoever it is, others are to be found."""
+        self._recruiter.blame(self._held().others.values())
+        self.last_fault = f"stage {fault.stage} {fault.reason}"
+        self._tell("dissolved", reason="an inner step stands still, though all its members answer")
+        self.dissolve()
+
     def _heal(self, fault: Fault, leaving: Collection[int] = ()) -> None:
         """Replace who is missing, or has said that it is leaving; else dissolve the replica."""
         began, replica = self._clock(), self._held()

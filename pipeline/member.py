@@ -45,6 +45,7 @@ from dilocox.pipeline.stage_worker import StageWorker
 
 EXACT = "fp32"  # the codec of what is evaluated: rare, and to be compared between runs
 MAX_LOSS_SCALE = 2.0**40
+LATE_EVALUATIONS = 4  # times the stages
 
 
 class ForwardFacts(Facts):
@@ -102,12 +103,14 @@ class Member:
         self._anchors = anchors
         self._shape = shape
         self._vocabulary = vocabulary
-        self._window_limit = window_limit
+        self.window_limit = window_limit
         self._codecs: tuple[str, ...] = ()
         self._upper: LinkKey | None = None
         self._lower: LinkKey | None = None
         self._open: set[LinkKey] = set()
         self._is_last = stage == num_stages - 1  # nobody is below
+        self._most = MAX_WINDOW  # microbatches of this step that there is memory for
+        self._evaluating = 0  # batches that were sent down, and are not told of yet
         self._lower_ready = self._sum_told = False
         self._lower_totals: Totals | None = None
 
@@ -141,6 +144,7 @@ class Member:
         self.assignment = self._upper = self._lower = None
         self.network.drop_links()
         self._open.clear()
+        self._evaluating = 0
         self._lower_ready = self._sum_told = False
         self._lower_totals = None
         self.worker.restart()
@@ -200,6 +204,8 @@ class Member:
                 self._check_step(frame)
                 scale = ForwardFacts.from_facts(frame.facts).loss_scale
                 self.worker.optimizer.take_loss_scale(1.0 if scale is None else scale)
+                if self.worker.idle:  # the head may feed more than it was told to
+                    self._most = self.window_limit()
                 self.worker.feed(frame.microbatch, *split_forward(frame, self._vocabulary))
             case "go":
                 self._check_step(frame)
@@ -236,6 +242,7 @@ class Member:
                 return fault
             case "evaluated":
                 evaluated = Evaluated.from_facts({**frame.facts, "batch": frame.microbatch})
+                self._evaluating -= 1
                 return self._tell(evaluated)
             case _:
                 raise FrameRefused("kind", f"{frame.kind} from below")
@@ -248,7 +255,7 @@ class Member:
     # ---- the inner step --------------------------------------------------------------------------
     def work(self) -> bool:
         """Run one forward or backward and send what it made; False if there is nothing to do."""
-        produced = self.worker.run_one()
+        produced = self.worker.run_one(self._most)
         if produced is None:
             return False
         if produced.kind == "forward":
@@ -312,7 +319,7 @@ class Member:
             upper_bytes_per_s=upper.received_bytes_per_s,
             lower_bytes_per_s=lower.received_bytes_per_s,
             lower_round_trip_s=lower.round_trip_s,
-            window=self._window_limit(),
+            window=self.window_limit(),
             undecided=self._anchors.undecided,
             leaving=self.leaving,
         )
@@ -331,10 +338,14 @@ class Member:
         if isinstance(result, Tensor):
             frame = self._frame("evaluate", microbatch=batch, facts={"round": self._anchors.round})
             self._send(self._lower, tensor_frame(frame, EXACT, result, windows))
+            self._evaluating += 1
             return None
         return self._tell(Evaluated(batch=batch, loss=result))
 
     def _evaluate_frame(self, frame: Frame) -> None:
+        # a head asks for as many at once as there are stages; those of one that it gave up are late
+        if self._evaluating > LATE_EVALUATIONS * self.num_stages:
+            raise FrameRefused("flood", f"{self._evaluating} evaluations at once")
         if self._anchors.hold() and frame.facts.get("round") == self._anchors.round:
             inputs, windows = split_forward(frame, self._vocabulary)
             self.evaluate(frame.microbatch, windows, inputs)
@@ -378,6 +389,7 @@ class Member:
 
 PING_LIMIT_S = 1.0
 ASK_S = 1.0  # between two questions to the head
+MESSAGES_A_TURN = 256
 PATIENCE = 3  # questions without an answer until a head counts as gone
 STALL_LIMIT_S = 300.0  # without a piece of work in a replica whose links stand
 RESCUE_LIMIT_S = 45.0  # what healing may take before a member gives its replica up
@@ -450,8 +462,13 @@ class Follower:
         return stepped
 
     def _receive(self, wait_s: float) -> Stepped | None:
-        """Take in all that has come, up to the end of an inner step."""
-        while (message := self._member.network.inbox.get(wait_s)) is not None:
+        """Take in what has come, up to the end of an inner step or a batch that is evaluated: what
+        comes without end keeps this peer from nothing else.
+        """
+        for _ in range(MESSAGES_A_TURN):
+            message = self._member.network.inbox.get(wait_s)
+            if message is None:
+                break
             wait_s = 0.0
             event = self._member.handle(message)
             match event:
@@ -463,6 +480,8 @@ class Follower:
                     self.leave("its head dissolved it")
                 case _:
                     pass
+            if isinstance(message, Arrived) and message.frame.kind == "evaluate":
+                break
         self._ask_head()
         return None
 

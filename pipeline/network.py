@@ -55,7 +55,8 @@ class Network:
     answer: called with (peer id, request) for each request, in the network thread: it must be
     quick, and returns a frame of kind "yes" or "no". admits: called likewise with a `hello`; which
     link of this peer it is for, or None to refuse.
-    limits: of links. letters, relays, strangers: see requests.py; used in the network thread.
+    limits: of links. letters, relays, knows, strangers: see requests.py; used in the network
+    thread.
     thread: in which it runs.
     """
 
@@ -69,6 +70,7 @@ class Network:
         answer: Callable[[str, Frame], Frame],
         admits: Callable[[str, Frame], LinkKey | None],
         relays: Callable[[str], Sequence[str]],
+        knows: Callable[[str], bool] = lambda peer: False,
         strangers: StrangerLimits | None = None,
     ):
         self.inbox = Inbox()
@@ -83,6 +85,7 @@ class Network:
             answer=answer,
             welcome=self._welcome,
             relays=relays,
+            knows=knows,
             limits=strangers or StrangerLimits(),
         )
         self._links: dict[LinkKey, Link] = {}

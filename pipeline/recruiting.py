@@ -8,7 +8,9 @@ its records live longer than it does.
 
 from __future__ import annotations
 
+import math
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,7 +23,10 @@ from dilocox.pipeline.network import Network
 PING_LIMIT_S = 1.0
 REQUEST_LIMIT_S = 2.0
 AVOID_S = 5.0  # how long a peer that gave no answer is not asked again
+# how long one is not that answers, and with which no inner step ends: at first, and at most
+BLAMED_S, MOST_BLAMED_S = 20.0, 3600.0
 SAME_LINK_S = 60.0  # a link that breaks twice within so long is given up, and its lower peer
+PINGED_AT_ONCE = 32
 MEASURED_A_STAGE = 8  # peers whose round trip is measured before one is chosen
 UNBOUNDED = 1 << 16
 MAX_EPOCHS_AHEAD = 1 << 20  # what a member may say of a head's earlier life
@@ -34,7 +39,7 @@ class Replica:
     members: peer ids by stage; clients: whether each can only dial out; limits: how many
     microbatches in flight each has memory for. codecs: by link. done: number, clip factor and
     learning rate of the last GO. broken_links: when a link between two living members broke last,
-    by its stages.
+    by its stages, and `done` then.
     """
 
     members: dict[int, str]
@@ -43,7 +48,9 @@ class Replica:
     window: int
     limits: dict[int, int] = field(default_factory=dict[int, int])
     done: tuple[int, float, float] | None = None
-    broken_links: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
+    broken_links: dict[tuple[int, int], tuple[float, object]] = field(
+        default_factory=dict[tuple[int, int], tuple[float, object]]
+    )
 
     @property
     def limit(self) -> int:
@@ -62,7 +69,8 @@ class Replica:
 
 
 class Recruiter:
-    """Asks on behalf of one head. `records`: who is in the swarm, as of the last look.
+    """Asks on behalf of one head. `records`: who is in the swarm, as of the last look. `stopping`
+    ends the search for a peer.
 
     Attributes:
         epoch: of the last assignment; the owner counts it on, and an answer may raise it: members
@@ -77,6 +85,7 @@ class Recruiter:
         network: Network,
         records: Callable[[], Records],
         clock: Callable[[], float] = time.monotonic,
+        stopping: Callable[[], bool] = lambda: False,
     ):
         self.epoch = 0
         self._me = me
@@ -84,11 +93,15 @@ class Recruiter:
         self._network = network
         self._records = records
         self._clock = clock
+        self._stopping = stopping
         self._avoid: dict[str, float] = {}
+        self._blamed = Counter[str]()  # how often, since an inner step with it ended
         self._round_trips: dict[str, float] = {}
 
-    def recruit(self, replica: Replica, vacant: set[int]) -> str:
-        """Reserve a peer for each of these stages, the nearest first; why it failed, or empty."""
+    def recruit(self, replica: Replica, vacant: set[int], *, until: float) -> str:
+        """Reserve a peer for each of these stages, the nearest first; why it failed, or empty. No
+        other one is asked after `until`.
+        """
         now = self._clock()
         self._avoid = {peer: until for peer, until in self._avoid.items() if until > now}
         vacancies = Vacancies(
@@ -108,10 +121,16 @@ class Recruiter:
             peer for here in records.values() for peer, record in here.items() if record.client_mode
         }
         while (chain := best_chain(willing, clients, vacancies)) is not None:
+            if self._clock() > until or self._stopping():
+                return "its members do not come together in time"
             for stage, peer in sorted(chain.items()):
-                if replica.members.get(stage) != peer and not self._reserve(replica, stage, peer):
-                    willing[stage].remove(peer)
-                    break
+                if replica.members.get(stage) == peer or self._reserve(replica, stage, peer):
+                    continue
+                willing[stage].remove(peer)
+                if peer in self._avoid and willing[stage]:  # others may be gone with it
+                    self._ping(willing[stage][:PINGED_AT_ONCE])
+                    willing[stage] = [each for each in willing[stage] if each not in self._avoid]
+                break
             else:
                 replica.clients |= {stage: peer in clients for stage, peer in chain.items()}
                 return ""
@@ -126,9 +145,12 @@ class Recruiter:
             for peer in peers[:MEASURED_A_STAGE]
             if peer not in self._round_trips
         ]
-        if not unknown:
-            return
-        answers = self.ask_all(unknown, "ping", limit_s=PING_LIMIT_S)
+        if unknown:
+            self._ping(unknown)
+
+    def _ping(self, peers: Collection[str]) -> None:
+        """Measure the round trips to these peers; who gives no answer is avoided."""
+        answers = self.ask_all(peers, "ping", limit_s=PING_LIMIT_S)
         for peer, answer in answers.items():
             if answer is None:
                 self.avoid([peer])
@@ -173,9 +195,10 @@ class Recruiter:
             # Both ends live: the link between them failed. Once is forgiven.
             link = (min(fault.stage, fault.seen_by), max(fault.stage, fault.seen_by))
             now = self._clock()
-            before = replica.broken_links.get(link, -SAME_LINK_S)
-            replica.broken_links[link] = now
-            if now - before < SAME_LINK_S:
+            at, done = replica.broken_links.get(link, (-math.inf, None))
+            replica.broken_links[link] = now, replica.done
+            # or one that breaks before each inner step ends would be forgiven for ever
+            if now - at < SAME_LINK_S or (at > -math.inf and done == replica.done):
                 gone.add(link[1])
                 self.avoid([replica.members[link[1]]])  # it would say yes
         return gone
@@ -186,12 +209,25 @@ class Recruiter:
         if living:
             self.ask_all(living, "release")
 
-    def avoid(self, peers: Collection[str]) -> None:
+    def avoid(self, peers: Iterable[str], for_s: float = AVOID_S) -> None:
         """Leave these peers alone for a while."""
-        until = self._clock() + AVOID_S
+        until = self._clock() + for_s
         for peer in peers:
-            self._avoid[peer] = until
+            self._avoid[peer] = max(until, self._avoid.get(peer, until))
             self._round_trips.pop(peer, None)
+
+    def blame(self, peers: Iterable[str]) -> None:
+        """Leave peers alone that answer, and with which no inner step ends: each time for twice as
+        long.
+        """
+        for peer in peers:
+            self.avoid([peer], min(MOST_BLAMED_S, BLAMED_S * 2 ** self._blamed[peer]))
+            self._blamed[peer] += 1
+
+    def forgive(self, peers: Iterable[str]) -> None:
+        """An inner step has ended with these."""
+        for peer in peers:
+            self._blamed.pop(peer, None)
 
     def ask_all(
         self,

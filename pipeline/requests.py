@@ -65,6 +65,8 @@ class StrangerLimits:
     """What streams of strangers may take.
 
     opening_s: for a stranger's first frame and our answer. strangers: of all peers and of one.
+    known: of those that have something to do with this peer, likewise: keys cost nothing, and fill
+        the places of strangers.
     passed_on: letters on their way at once, of all peers and of one; few, for each takes the place
         of a stranger.
     """
@@ -72,6 +74,8 @@ class StrangerLimits:
     opening_s: float = 10.0
     strangers: int = 256
     strangers_of_a_peer: int = 16
+    known: int = 1024
+    known_of_a_peer: int = 16
     passed_on: int = 64
     passed_on_of_a_peer: int = 8
 
@@ -81,7 +85,8 @@ class RequestServer:
 
     answer: the reply to a request, by peer id; it must be quick. welcome: takes a stream that began
     with a hello, answers it, and says whether it keeps the stream. relays: by whose way to ask a
-    peer that cannot be called from here, in any order; empty for all others.
+    peer that cannot be called from here, in any order; empty for all others. knows: whether a peer
+    has something to do with this one.
     """
 
     def __init__(
@@ -93,6 +98,7 @@ class RequestServer:
         answer: Callable[[str, Frame], Frame],
         welcome: Callable[[str, Frame, Stream], Awaitable[bool]],
         relays: Callable[[str], Sequence[str]],
+        knows: Callable[[str], bool],
         limits: StrangerLimits,
     ):
         self._name = name
@@ -102,7 +108,9 @@ class RequestServer:
         self._limits = limits
         self._answer = answer
         self._welcome = welcome
+        self._knows = knows
         self._strangers: Counter[str] = Counter()
+        self._known: Counter[str] = Counter()
         self._passing: Counter[str] = Counter()  # letters on their way, by who asked
         self._address: Any = None
         self._p2p: Any = None
@@ -230,7 +238,11 @@ class RequestServer:
         adopted = False
         try:
             limits = self._limits
-            with _place(self._strangers, peer, limits.strangers, limits.strangers_of_a_peer):
+            if self._knows(peer):
+                place = _place(self._known, peer, limits.known, limits.known_of_a_peer)
+            else:
+                place = _place(self._strangers, peer, limits.strangers, limits.strangers_of_a_peer)
+            with place:
                 received = self._received(peer, stream)
                 adopted = await asyncio.wait_for(received, limits.opening_s)
         except FrameRefused as refused:

@@ -33,6 +33,7 @@ memory.
 """
 
 import math
+import sys
 import threading
 import time
 from collections import deque
@@ -472,14 +473,15 @@ class StageWorker:
             raise FrameRefused("order", f"no gradient is due for microbatch {microbatch}")
         self._gradients.append((microbatch, self._awaited.pop(microbatch), gradient))
 
-    def run_one(self) -> Produced | None:
-        """Run a backward or a forward, on the last stage both; None if none can run now.
+    def run_one(self, most: int = sys.maxsize) -> Produced | None:
+        """Run a backward or a forward, on the last stage both; None if none can run now, or `most`
+        microbatches wait for their gradients.
 
         What comes out is not checked: a caller that finds it not finite sends None in its place.
         """
         if self._gradients:
             return self._run_backward(*self._gradients.popleft())
-        if self._inputs:
+        if self._inputs and len(self._awaited) < most:
             run = self._run_both if self._is_last else self._run_forward
             return run(*self._inputs.popleft())
         return None

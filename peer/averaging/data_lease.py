@@ -43,7 +43,7 @@ class PartLease:
         parts = range(local.manifest.data.parts)
         self._order = sorted(parts, key=lambda part: _rank(local.me, part))
         # those behind it are next: with a restart a day the ones before would else come each day
-        self._tried = self._order.index(first) if first in parts else 0
+        self._tried = 0 if first is None or first not in parts else self._order.index(first)
         self.part = self._order[self._tried]
         self._positions: dict[int, int] = {}  # how far the holders of other parts were seen
         self.held = False

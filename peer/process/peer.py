@@ -151,12 +151,13 @@ class Assembly:
                     microbatch_size=batch.microbatch_size,
                     sequence_length=batch.sequence_length,
                     hidden_size=self._shape[2],
-                    evaluate_windows=BATCH_WINDOWS,
+                    evaluate_windows=min(batch.microbatch_size, BATCH_WINDOWS),
                 ),
                 silence_s=manifest.deadlines.silence_s,
             ),
             letters=RelayedRequests(local.identity, local.run, local.clock.time),
             relays=self._relays,
+            knows=self._knows,
             answer=self._answer,
             admits=lambda peer, hello: link_of(hello, stage) if local.swarm.admits(peer) else None,
         )
@@ -184,6 +185,16 @@ class Assembly:
         """By whose way to ask this peer, if not directly."""
         local, stages = self._local, self.coordinator.view.stages
         return relays_between(stages, local.me, local.stage, peer, client_mode=local.client_mode)
+
+    def _knows(self, peer: str) -> bool:
+        """Whether a peer has something to do with this one: it is of its replica, leads one that is
+        known to learn, or was admitted by the operator.
+        """
+        if self._manifest.admission == "listed" and self._local.swarm.admits(peer):
+            return True
+        assignment, coordinator = self._reservation.assignment, self.coordinator
+        mine = coordinator.status.members if assignment is None else assignment.members
+        return peer in mine or peer in coordinator.proven_heads.peers
 
     def _lease(self) -> PartLease | None:
         """A lease on a part of the run's data; who has no use for one, or own data, needs none."""

@@ -219,7 +219,6 @@ class TestResume:
         assert successor.position >= steady.position > 2 << 32
         assert torch.equal(take(steady, 10).reshape(-1, LENGTH + 1), windows[:20])
 
-
     @pytest.mark.usefixtures("small_buffers")
     def test_a_part_that_was_read_to_its_end_begins_in_the_next_epoch(self, spec: DataSpec) -> None:
         """Also after a restart in another part: each of these began anew."""

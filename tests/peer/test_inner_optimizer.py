@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import InnerSpec
 from dilocox.peer.training.inner_optimizer import (
+    MOST_LOSS_SCALE,
     InnerOptimizer,
     InnerState,
     clip_factor,
@@ -389,6 +390,15 @@ def test_there_is_no_loss_scale_unless_the_run_is_in_fp16(run_precision: str) ->
     optimizer.take_loss_scale(8.0)
     assert optimizer.loss_scale == 1.0
     assert float(optimizer.scale(torch.ones(()))) == 1.0
+
+
+def test_the_loss_scale_of_cpus_alone_has_a_bound() -> None:
+    """Nothing overflows in fp32: it doubled until the head's frames were refused."""
+    module = model()
+    optimizer = InnerOptimizer(module.named_parameters(), replace(SPEC, precision="fp16"))
+    optimizer.take_loss_scale(2.0**40)
+    train_step(module, optimizer, batches(1)[0], 1e-2)
+    assert optimizer.loss_scale == MOST_LOSS_SCALE
 
 
 def test_a_cpu_in_a_run_of_fp16_has_a_loss_scale_and_trains_as_without() -> None:

@@ -335,6 +335,17 @@ def test_at_the_rounds_end_all_that_was_learnt_is_sent(loop: Loop) -> None:
     assert len(loop.fake.told) == 1
 
 
+def test_after_a_rollback_the_data_are_read_on_where_they_were(loop: Loop) -> None:
+    loop.learner.data_state = lambda: {"part": 7}
+    loop.save()
+    folder = loop.folder
+    (folder / "before-00000001").mkdir()
+    (folder / "snapshots").rename(folder / "before-00000001" / "snapshots")
+    again = Loop(folder)
+    assert not again.snapshots.found
+    assert again.learner.data_state() == {"part": 7}
+
+
 def test_without_anything_to_send_the_round_is_skipped(loop: Loop) -> None:
     loop.train(skipped=True)
     loop.fake.due = (0, 1.0)

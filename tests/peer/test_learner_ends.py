@@ -84,6 +84,22 @@ def test_a_child_that_dies_meanwhile_makes_no_fault_of_it(tmp_path: Path) -> Non
     assert Loop(loop.folder).snapshots.found
 
 
+def test_who_must_end_keeps_its_state_if_that_is_whole(loop: Loop) -> None:
+    loop.train(2)
+    loop.fake.alive = False
+    loop.learner.keep()
+    assert torch.equal(Loop(loop.folder).live, loop.live)
+
+
+def test_who_must_end_keeps_no_state_that_the_averaging_process_was_changing(loop: Loop) -> None:
+    loop.train(2)
+    loop.fake.events.lease.offer()
+    assert loop.fake.events.lease.take()
+    loop.fake.alive = False
+    loop.learner.keep()
+    assert not Loop(loop.folder).snapshots.found
+
+
 @pytest.mark.parametrize("case", ["none keeps it", "told to leave", "no end of the run"])
 def test_nobody_waits_long_for_a_bootstrap_that_keeps_nothing(tmp_path: Path, case: str) -> None:
     run = manifest(deadlines={"heartbeat_s": 0.5, "exchange_s": 3.0})

@@ -19,6 +19,7 @@ from dilocox.peer.chain.snapshot_files import (
     STATE_FACTS_FILE,
     STATE_FILE,
     Snapshot,
+    data_position,
     made_whole,
     newest,
     read_snapshot,
@@ -58,6 +59,27 @@ def test_a_snapshot_comes_back_as_it_was_written(tmp_path: Path) -> None:
     for name, value in made().tensors.items():
         assert torch.equal(found.tensors[name], value)
         assert found.tensors[name].dtype == value.dtype
+
+
+def test_the_data_position_alone_is_that_of_the_newest_in_the_last_folder(tmp_path: Path) -> None:
+    for name, part in (("a", 1), ("b", 2), ("c", 3)):
+        write_snapshot(tmp_path / name, made(facts={"data": {"part": part}}))
+    folders = [tmp_path / name for name in "abc"]
+    assert data_position(folders) == {"part": 3}
+    next((tmp_path / "c").rglob(LOCAL_FILE)).write_bytes(b"damaged")
+    assert data_position(folders) == {"part": 2}
+    assert data_position([tmp_path / "none"]) == {}
+
+
+def test_a_large_one_reaches_the_disk_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all of it at the end, a peer that was to leave waited until it was taken for stuck."""
+    synced = list[int]()
+    monkeypatch.setattr(snapshot_files, "SYNC_BYTES", 100)
+    monkeypatch.setattr(snapshot_files.os, "fdatasync", synced.append)
+    write_snapshot(tmp_path, made(anchor=torch.zeros(100), momentum=torch.zeros(100)))
+    assert len(synced) >= 2
 
 
 def test_only_the_newest_is_kept(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from dilocox.dht.errors import EnvironmentFault, UnreadableManifest
+from dilocox.peer.averaging.averager import AveragerStuck
+from dilocox.peer.averaging.coordinator import ChildDied
 from dilocox.peer.memory_and_disk import gpu_memory
 from dilocox.peer.training.loop import Learner, Move, Revised
 from dilocox.peer.training.roles import Leading, Trainer
@@ -42,6 +44,7 @@ class Script:
             join=lambda: self.calls.append("join"),
             between_steps=lambda: self.calls.append("between"),
             leave=leave,
+            keep=lambda: self.calls.append("keep"),
         )
         return noted
 
@@ -122,6 +125,21 @@ def test_a_failure_is_raised_at_once(stop: threading.Event) -> None:
     with pytest.raises(RuntimeError, match="has died"):
         train(script, stop)
     assert script.calls == ["join", "between", "turn"]
+
+
+@pytest.mark.parametrize(
+    "why", [ChildDied("p2pd is gone"), AveragerStuck("no answer"), EnvironmentFault("no hub")]
+)
+def test_what_fails_beside_the_training_costs_nothing_that_was_learnt(
+    why: Exception, stop: threading.Event
+) -> None:
+    def fails() -> None:
+        raise why
+
+    script = Script(fails)
+    with pytest.raises(type(why)):
+        train(script, stop)
+    assert script.calls[-1] == "keep"
 
 
 @pytest.mark.parametrize("words", ["CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"])

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,6 +78,7 @@ class Peer:
     inbox_bytes: int = 64 * 2**20
     strangers: StrangerLimits = field(default_factory=StrangerLimits)
     relays: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
+    known: Collection[str] = ()
     asked: list[tuple[str, Frame]] = field(default_factory=list[tuple[str, Frame]])
     letters: RelayedRequests = field(init=False)
     network: Network = field(init=False)
@@ -96,6 +97,7 @@ class Peer:
             ),
             letters=self.letters,
             relays=lambda peer: self.relays.get(peer, ()),
+            knows=lambda peer: peer in self.known,
             answer=self.answer,
             admits=self.admits,
             strangers=self.strangers,

@@ -154,7 +154,7 @@ class Swarm:
         self.leader = self.lead("head")
         for stage in range(1, plan.num_stages):
             for number in range(1 + spares):
-                self.add(f"{stage}{'abcdefgh'[number]}", stage)
+                self.add(f"{stage}{'abcdefghij'[number]}", stage)
 
     def add(self, me: str, stage: int, *, client: bool = False) -> Peer:
         peer = Peer(self.plan, self.wires, me, stage, client=client)

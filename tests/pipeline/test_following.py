@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from dilocox.pipeline.activation_codec import tensor_frame
 from dilocox.pipeline.frames import Frame
+from dilocox.pipeline.link import Arrived
 from dilocox.pipeline.member import STALL_LIMIT_S
 from tests.pipeline.chains import batches
 from tests.pipeline.histories import How, after_frames, check_history, equal, retraced, strike
@@ -169,6 +172,19 @@ class TestTheHeadGoesOn:
         swarm.run_for(20.0)
         assert left_because(swarm.peers["1a"]) == ["nothing came from its head"]
         assert {peer.reservation.state for peer in followers(swarm)} == {"free"}
+
+    def test_a_head_that_has_it_evaluate_without_end_keeps_it_from_nothing(self) -> None:
+        """It never came back to its loop: neither to a signal nor to another head."""
+        swarm = Swarm(PLAN)
+        swarm.leader.form()
+        swarm.settle()
+        below = swarm.peers["1a"]
+        [end] = [each for each in below.box.ends.values() if each.key.side == "upper"]
+        frame = Frame(kind="evaluate", replica="head", epoch=1, shape=PLAN.shape)
+        made = tensor_frame(frame, "fp32", torch.zeros(PLAN.shape), BATCHES[0][0])
+        below.box.inbox.messages.extend([Arrived(end.key, made)] * 3)
+        below.follower.turn(0.0)
+        assert len(below.box.inbox.messages) == 2
 
     def test_a_release_does_not_hide_what_came_before_it(self) -> None:
         """Such as the GO of the last inner step."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dilocox.pipeline.frames import Frame
-from dilocox.pipeline.head import LAST_STEP_LIMIT_S, STALL_LIMIT_S
+from dilocox.pipeline.head import LAST_STEP_LIMIT_S, STALL_LIMIT_S, STALLS
+from dilocox.pipeline.link import Arrived
 from tests.pipeline.chains import batches
 from tests.pipeline.histories import check_weights
 from tests.pipeline.peers import TINY, Peer, Plan
@@ -230,6 +231,62 @@ class TestFaultsOfLinks:
             assert leader.step(batch) is not None
             swarm.run_for(61.0)
         assert leader.members == before
+
+    def test_one_that_breaks_again_before_any_step_ended_is_not(self) -> None:
+        """However long that takes: steps of minutes never ended, and nobody was replaced."""
+        swarm = Swarm(PLAN, spares=1)
+        leader = swarm.leader
+        leader.form()
+        before = leader.members
+        self.broken(swarm, swarm.peers[before[1]])
+        breaks = [61.0]
+
+        def break_again(_: Frame) -> None:
+            if breaks and leader.head.epoch == 2 and len(swarm.peers[before[1]].box.ends) == 2:
+                swarm.wires.pass_time(breaks.pop())
+                self.broken(swarm, swarm.peers[before[1]])
+
+        swarm.wires.on_frame = break_again
+        assert leader.step(BATCHES[0]) is not None
+        assert not breaks
+        assert leader.members[1] == before[1] and leader.members[2] != before[2]
+        check_weights(swarm)
+
+    def test_members_that_answer_and_never_move_are_let_go_for_long(self) -> None:
+        """Each stall was forgiven, and its head stood in that inner step for ever."""
+        swarm = Swarm(PLAN, spares=1)
+        leader = swarm.leader
+        leader.form()
+        before, start = leader.members, swarm.wires.now
+        swarm.peers[before[2]].worker.run_one = lambda most=0: None
+        assert leader.step(BATCHES[0]) is None
+        assert leader.members == ()
+        assert STALLS * STALL_LIMIT_S <= swarm.wires.now - start < STALLS * STALL_LIMIT_S + 60
+        [told] = leader.peer.telling("dissolved")
+        assert "stands still" in told["reason"]
+        assert leader.form() == ""
+        assert not set(leader.members[1:]) & set(before), "they are asked again at once"
+        assert leader.step(BATCHES[0]) is not None
+
+    def test_words_alone_are_no_progress(self) -> None:
+        swarm = Swarm(PLAN)
+        leader = swarm.leader
+        leader.form()
+        below, start = swarm.peers["1a"], swarm.wires.now
+        below.busy = True
+        [end] = [each for each in leader.peer.box.ends.values() if each.key.side == "lower"]
+        before = swarm.wires.pass_time
+
+        def talks(seconds: float) -> None:
+            before(seconds)
+            ready = Frame(kind="ready", replica=leader.me, epoch=leader.head.epoch)
+            if leader.head.epoch == 1:
+                leader.peer.box.inbox.messages.append(Arrived(end.key, ready))
+            below.busy = below.busy and swarm.wires.now - start < STALL_LIMIT_S + 2
+
+        swarm.wires.pass_time = talks
+        assert leader.step(BATCHES[0]) is not None
+        assert leader.head.last_fault == "stage 1 silent"
 
     def test_a_stage_that_makes_no_progress_is_a_fault(self) -> None:
         swarm = Swarm(PLAN)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dilocox.peer.training.inner_optimizer import InnerOptimizer
 from dilocox.pipeline.activation_codec import tensor_frame
 from dilocox.pipeline.frames import Frame
 from dilocox.pipeline.link import Arrived, Broken, LinkFacts, LinkKey, Opened, Wake
@@ -21,6 +22,7 @@ from dilocox.pipeline.messages import (
     Totals,
 )
 from tests.pipeline.alone import BATCH, SHAPE, Alone, go_facts, sum_facts
+from tests.pipeline.chains import SPEC
 
 
 @pytest.fixture
@@ -331,6 +333,34 @@ class TestRefusals:
         self.check(alone, "lower", "header")
         assert alone.sent == []
 
+    def test_of_a_fault_that_it_passes_on_only_what_it_knows(self) -> None:
+        """Unknown facts grew in the next header, and one that was too long ended the process."""
+        alone = Alone(clients=(False,) * 4)
+        alone.take_up()
+        facts = Fault(stage=3, seen_by=2, reason="silent").to_facts()
+        alone.hear("lower", "fault", facts={**facts, "more": [[0.5] * 256] * 19})
+        [(side, frame)] = alone.sent
+        assert (side, frame.facts) == ("upper", facts)
+
+    def test_more_evaluations_than_any_head_asks_for(self, alone: Alone) -> None:
+        """Each that was not taken below lay in memory, eight times as large as it came."""
+        for number in range(20):
+            windows = BATCH[0]
+            frame = Frame(
+                kind="evaluate",
+                replica="p0",
+                epoch=1,
+                microbatch=number,
+                shape=SHAPE,
+                facts={"round": 0},
+            )
+            made = tensor_frame(frame, "fp32", torch.randn(SHAPE), windows)
+            alone.member.handle(Arrived(alone.key("upper"), made))
+            if alone.refused:
+                break
+        assert alone.refused == [("upper", "flood")]
+        assert len(alone.sent) < 20
+
     @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, 2.0**50, "big"])
     def test_an_odd_loss_scale(self, scale: object) -> None:
         alone = Alone()
@@ -349,3 +379,23 @@ class TestRefusals:
             arrived = Arrived(alone.key("upper"), replace(made, kind=kind, facts=facts))
             assert alone.member.handle(arrived) is None
             self.check(alone, "upper", "values")
+
+
+def test_a_head_that_feeds_more_than_it_was_told_to_takes_no_memory(alone: Alone) -> None:
+    alone.member.window_limit = lambda: 1
+    alone.forward(0)
+    alone.forward(1)
+    assert alone.member.work()
+    assert not alone.member.work(), "its gradient is to come first"
+    alone.gradient(0)
+    assert alone.member.work() and alone.member.work()
+    assert alone.kinds("lower") == ["forward", "forward"]
+
+
+def test_without_a_scale_of_its_head_it_has_none_of_its_own(alone: Alone) -> None:
+    """One of exactly 1 is not sent, and a fresh member scaled by 65,536."""
+    spec = replace(SPEC, precision="fp16")
+    optimizer = InnerOptimizer(alone.peer.module.named_parameters(), spec)
+    alone.member.worker.optimizer = optimizer
+    alone.forward(0)
+    assert optimizer.loss_scale == 1.0

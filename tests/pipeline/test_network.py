@@ -311,6 +311,14 @@ def test_peer_may_open_only_so_many_streams_without_a_frame(nodes: list[Node]) -
         assert peer.network.refused == {"crowd": 1}
 
 
+def test_who_has_to_do_with_a_peer_has_places_that_no_stranger_fills(nodes: list[Node]) -> None:
+    """Sixteen keys with idle streams closed a peer to its own replica."""
+    peer = Peer(nodes[0], strangers=StrangerLimits(strangers=0), known={nodes[1].peer})
+    with running(peer):
+        assert raw_stream(nodes[1], peer.id, PING) != b""
+        assert not peer.network.refused
+
+
 def test_link_over_which_came_what_cannot_be_is_broken(pair: tuple[Peer, Peer]) -> None:
     upper, lower = pair
     keys = link(upper, lower)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dilocox.pipeline.frames import Frame
 from dilocox.pipeline.recruiting import AVOID_S
 from tests.pipeline.chains import batches
 from tests.pipeline.histories import check_weights
@@ -98,6 +99,38 @@ class TestAnswers:
         swarm.leader.head.dissolve()
         swarm.run_for(AVOID_S)
         assert "ping 1b" in asked_by(swarm.leader, swarm)
+
+    def test_of_many_that_vanished_together_all_are_found_out_at_once(self) -> None:
+        """They were asked one after another, two seconds each, and those who waited gave up."""
+        swarm = Swarm(PLAN, spares=9)
+        swarm.leader.form()
+        swarm.leader.head.dissolve()
+        swarm.settle()
+        gone = [name for name in swarm.peers if name.startswith("1") and name != "1j"]
+        swarm.peers["1j"].box.distance_s = 0.5  # the last that is asked
+        for name in gone:
+            swarm.wires.freeze(name)
+        start = swarm.wires.now
+        while swarm.leader.form():
+            swarm.run_for(0.1)
+        assert swarm.leader.members[1] == "1j"
+        assert swarm.wires.now - start < 8.0
+
+    def test_who_reserves_and_never_comes_is_not_taken_again_at_once(self) -> None:
+        """The nearest of all kept a head from every replica."""
+        swarm = Swarm(PLAN, spares=1)
+        near_and_far(swarm, "1b", "1a")
+        answer = swarm.peers["1b"].box.answer
+
+        def changes_its_mind(peer: str, frame: Frame) -> Frame:
+            if frame.kind == "assign":
+                return Frame(kind="no", replica=frame.replica, facts={"reason": "no"})
+            return answer(peer, frame)
+
+        swarm.peers["1b"].box.answer = changes_its_mind
+        asked = asked_by(swarm.leader, swarm)
+        assert asked.count("assign 1b") == 1
+        assert swarm.leader.members[1] == "1a"
 
     def test_an_earlier_life_of_this_head_has_used_up_epochs(self) -> None:
         swarm = Swarm(PLAN)

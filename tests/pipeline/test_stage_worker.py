@@ -186,9 +186,9 @@ class TestEvaluate:
         first, last = disturbed.workers
         evaluate = last.run_one
 
-        def run_one() -> Produced | None:
+        def run_one(most: int = 1) -> Produced | None:
             first.evaluate(None, batch[0])
-            return evaluate()
+            return evaluate(most)
 
         last.run_one = run_one
         assert disturbed.step(batch, 1e-2) == steady.step(batch, 1e-2)

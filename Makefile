@@ -22,7 +22,7 @@ CHAOS_MINUTES ?= 10
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo showcase test test-python test-swarm test-faults test-watch attack chaos test-image simulate lint type audit bench bench-quick clean
+.PHONY: help install demo showcase test test-sweeps test-python test-swarm test-faults test-watch attack chaos test-image simulate lint type audit bench bench-quick clean
 
 help:  ## show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -41,12 +41,15 @@ demo: install  ## train a small model with a real swarm on this machine (about 3
 showcase: install  ## an hour of a 10.9 million Llama on slow links, hurt on a schedule (root, Linux)
 	$(BIN)/python benchmarks/showcase.py $(SHOWCASE_ARGS)
 
-test: install  ## unit tests and one small swarm, in three processes (about 5 minutes)
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m 'not swarm or smoke' $(TEST_ARGS)
+test: install  ## unit tests and one small swarm, in three processes (about 4 minutes)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m '(not swarm or smoke) and not sweep' $(TEST_ARGS)
+
+test-sweeps: install  ## more cases of the unit tests: model families, seeds, moments of faults (about 3 minutes)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m sweep $(TEST_ARGS)
 
 test-python:  ## unit tests of compression, dht and pipeline on another Python: make test-python PYTHON=python3.13
 	$(MAKE) install VENV=.venv-other PYTHON=$(PYTHON)
-	.venv-other/bin/python -m pytest -n 2 -m 'not swarm' tests/compression tests/dht tests/pipeline $(TEST_ARGS)
+	.venv-other/bin/python -m pytest -n 2 -m 'not swarm and not sweep' tests/compression tests/dht tests/pipeline $(TEST_ARGS)
 
 test-faults: install  ## short runs with injected faults, chaos of one seed, one run behind routers, and the demo with its figures checked
 	$(BIN)/python -m pytest -m 'faults or demo' $(TEST_ARGS)

@@ -438,6 +438,7 @@ class TestHubOutOfReach:
         with pytest.raises(EnvironmentFault, match=r"Permission denied.*HF_HOME"):
             open_source(self.SPEC)
 
+    @pytest.mark.sweep  # a process that reads all kinds
     def test_local_data_needs_neither_network_nor_a_home_that_can_be_written(
         self, tmp_path: Path
     ) -> None:

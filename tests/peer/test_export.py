@@ -24,6 +24,7 @@ from dilocox.peer.commands.export import (
     shown_rounds,
 )
 from dilocox.pipeline.stage import build_stage, flatten_parameters, parameter_shapes
+from tests.sweeps import sweep
 
 Config = dict[str, Any]
 Tensors = Mapping[str, Tensor]
@@ -81,7 +82,7 @@ def write(
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sweep(FAMILIES, 2))
 def test_plain_transformers_loads_bit_equal_weights(
     tmp_path: Path, family: str, num_stages: int
 ) -> None:

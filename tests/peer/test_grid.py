@@ -32,6 +32,7 @@ from tests.peer.members import (
     spoil,
     verdicts,
 )
+from tests.sweeps import sweep
 
 Take = Callable[[str, Mean], Awaitable[None]]
 COUNT, ROW = 12, 4
@@ -168,8 +169,8 @@ def retried(twelve: list[Identity], folder: Path, results: list[AttemptResult | 
     )
 
 
-@pytest.mark.parametrize("moment", ["part0", "row0", "mean0", "vote"])
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("moment", sweep(["mean0", "part0", "row0", "vote"]))
+@pytest.mark.parametrize("frozen", sweep([False, True]))
 def test_a_reducer_that_is_gone_costs_at_most_one_attempt(
     twelve: list[Identity], tmp_path: Path, moment: str, frozen: bool
 ) -> None:

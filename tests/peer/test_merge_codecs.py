@@ -26,6 +26,7 @@ from dilocox.peer.training.merge import MergeConfig, RecordFacts, Remainder
 from tests.peer.averaged import averaged, own_contribution
 from tests.peer.codecs import codec_of
 from tests.peer.test_merge_invariant import EVENT, FOREVER, Draw, Schedule, ToldRecord, World
+from tests.sweeps import sweep
 
 LAYOUT = FlatLayout.of([("up", (48, 64)), ("bias", (40,)), ("down", (64, 96))])
 ME = "b"
@@ -176,7 +177,7 @@ def test_nothing_is_lost_or_counted_twice_under_any_schedule(
 
 
 @EVERY_SCHEME
-@pytest.mark.parametrize(("bits", "seed"), [(4, 34), (8, 35)])
+@pytest.mark.parametrize(("bits", "seed"), sweep([(4, 34), (8, 35)]))
 def test_a_long_schedule_meets_every_event_and_conserves_progress(
     scheme: str, bits: int, seed: int
 ) -> None:

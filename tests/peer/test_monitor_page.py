@@ -31,6 +31,7 @@ from tests.peer.fabricated import (
 )
 from tests.peer.told_pages import DRAWN, PICTURES, STATES, WIDTHS, drawn_from
 from tests.swarm.browser import Shown, Window
+from tests.sweeps import sweep
 
 HTML, CSS, JS = (
     (files("dilocox.peer.monitor") / "page" / f"status.{ending}").read_text()
@@ -355,7 +356,7 @@ def test_a_swarm_without_peers_is_drawn_too(browser: Window) -> None:
     assert re.search(r'id="figures" hidden', shown.dom), "there is nothing to draw yet"
 
 
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("state", sweep(STATES, 2))
 @pytest.mark.parametrize("width", [390, 1280])
 def test_no_state_makes_the_console_complain(browser: Window, state: str, width: int) -> None:
     shown = drawn_state(browser, state, dark=True, width=width)

@@ -26,6 +26,7 @@ from dilocox.peer.rounds.robust import (
 )
 from dilocox.peer.rounds.shares import Reduction, RowMean, encode
 from dilocox.peer.rounds.standing import bounded_weights
+from tests.sweeps import sweep
 
 RULES: tuple[RobustRule, ...] = get_args(RobustRule)
 MEMBERS = "abcdefgh"
@@ -156,7 +157,7 @@ def test_a_part_of_many_pieces_has_the_bytes_of_one_thread(rule: RobustRule) -> 
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("who", list(UNUSUAL)[1:])
+@pytest.mark.parametrize("who", sweep(list(UNUSUAL)[1:]))
 def test_who_honestly_has_little_or_other_data_is_heard_in_every_round(who: str) -> None:
     sizes = replace(WORLD, workers=WORKERS, inner_steps=TENTH, rounds=7, batch=(2, 16), held_out=2)
     world = replace(sizes, **UNUSUAL[who])

@@ -17,6 +17,7 @@ from benchmarks.simulation.world import TOKENS_PER_STEP, Fault, Outcome, Scenari
 from dilocox.dht.records import ReplicaRecord
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.rounds.round_end import MAX_AHEAD
+from tests.sweeps import sweep
 
 APPLY = pytest.mark.parametrize("apply", ["arrival", "round_end"])
 
@@ -39,7 +40,7 @@ def test_things_happen_in_the_order_of_their_time() -> None:
 
 
 # ---- rounds longer than a record of the DHT lives ------------------------------------------------
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", sweep(range(2)))
 def test_rounds_of_ten_minutes_are_committed_over_far_links(seed: int) -> None:
     """With bells that were forgotten when they expired it was every third of them."""
     outcome = play((1.0, 1.17, 1.33, 1.5), 600.0, 6, seed=seed)
@@ -96,7 +97,7 @@ def test_a_group_waits_for_records_that_are_applied_before_the_sends() -> None:
 
 # ---- strangers -----------------------------------------------------------------------------------
 @APPLY
-@pytest.mark.parametrize("strangers", [1, 12])
+@pytest.mark.parametrize("strangers", sweep([1, 12]))
 def test_what_strangers_say_costs_no_round_of_a_run_that_stands(strangers: int, apply: Any) -> None:
     """One stranger's bell had all send at once: a head was in two of three records, and 17 times
     a peer came to a group in which nobody was."""
@@ -137,7 +138,7 @@ def test_members_that_fall_silent_in_turns_stop_the_others_for_two_rounds_at_mos
     assert outcome.committed >= outcome.rounds - 4
 
 
-@pytest.mark.parametrize("how", MEMBER_LIES)
+@pytest.mark.parametrize("how", sweep(MEMBER_LIES, 2))
 def test_a_member_that_lies_is_not_followed_and_stops_no_round(how: str) -> None:
     outcome = lied_to("member", how)
     assert unharmed(outcome)
@@ -148,6 +149,7 @@ def test_a_member_that_lies_is_not_followed_and_stops_no_round(how: str) -> None
     assert round_s < (2.5 if how in ("times", "all") else 1.5) * 60.0
 
 
+@pytest.mark.sweep
 def test_one_of_eight_in_each_of_two_stages_lies_in_every_way() -> None:
     step_s = tuple(1 + 0.05 * number for number in range(8))
     outcome = lied_to("member", "all", step_s=step_s, stages=2)
@@ -165,7 +167,7 @@ def test_what_a_lying_bootstrap_of_the_operator_cannot_do(how: str) -> None:
     assert outcome.false_records == (how == "fork of 4"), "the joiner's"
 
 
-@pytest.mark.parametrize("how", ["fork of 3", "late fork", "own records"])
+@pytest.mark.parametrize("how", sweep(["fork of 3", "late fork", "own records"]))
 @pytest.mark.parametrize("bootstraps", [1, 2])
 def test_what_a_lying_bootstrap_of_the_operator_can_do_a_copy_does_not_prevent(
     how: str, bootstraps: int
@@ -194,7 +196,7 @@ def test_a_bootstrap_that_leads_a_run_through_far_numbers_stops_no_round() -> No
 
 
 @pytest.mark.parametrize(
-    "how", ["fork of 3", "own records", "far rounds", "far run", "the end", "time"]
+    "how", sweep(["fork of 3", "own records", "far rounds", "far run", "the end", "time"])
 )
 def test_a_copy_of_the_bootstrap_leads_nobody_who_has_a_chain(how: str) -> None:
     outcome = lied_to("copy", how, bootstraps=2)
@@ -222,6 +224,7 @@ def test_a_fork_of_two_halves_ends_in_one_chain_and_no_token_twice() -> None:
     assert outcome.committed >= 6
 
 
+@pytest.mark.sweep
 def test_a_stage_that_a_cut_kept_rounds_ahead_has_the_others_come_to_it() -> None:
     """Two fast heads of five, with four of the five peers of stage 1, lose what they averaged of
     stage 0; of stage 1 theirs is the only chain. It stood still for 15 rounds of the others."""
@@ -245,7 +248,7 @@ def test_a_stage_that_a_cut_kept_rounds_ahead_has_the_others_come_to_it() -> Non
 
 
 @APPLY
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", sweep(range(6)))
 def test_whatever_happens_tokens_are_conserved(seed: int, apply: Any) -> None:
     """Of `make simulate` the first ones."""
     outcome = World(replace(schedule(seed), apply=apply)).play()
@@ -286,7 +289,7 @@ def end(*step_s: float, stages: int = 1, limit_s: float = END_S, **facts: Any) -
 
 @APPLY
 @pytest.mark.parametrize("stages", [1, 2, 3])
-@pytest.mark.parametrize("ends_at_s", [150.0, 180.0, 207.0, 216.0, 228.0])
+@pytest.mark.parametrize("ends_at_s", sweep([150.0, 180.0, 207.0, 216.0, 228.0]))
 def test_whenever_the_operator_ends_a_run_all_stages_end_together(
     stages: int, ends_at_s: float, apply: str
 ) -> None:
@@ -385,7 +388,7 @@ def test_with_lost_messages_and_votes_all_leave_and_lose_nothing(seed: int) -> N
 
 
 @APPLY
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", sweep(range(6)))
 def test_whatever_happens_all_leave_a_run_that_is_ended_and_have_nothing_left(
     seed: int, apply: Any
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from tests.pipeline.neighbours import Node, Peer, opened_nodes, running
+from tests.sweeps import sweep
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 67,
@@ -62,7 +63,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=list(FAMILIES))
+@pytest.fixture(params=sweep(FAMILIES, {"llama", "gpt2", "opt", "gemma2", "deepseek_v2"}))
 def family_config(request: pytest.FixtureRequest) -> dict[str, Any]:
     """The configuration of one family after the other."""
     return {"model_type": request.param, **FAMILIES[request.param]}
@@ -113,7 +114,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=list(MIXTURES))
+@pytest.fixture(params=sweep(MIXTURES, {"mixtral", "qwen2_moe"}))
 def mixture_config(request: pytest.FixtureRequest) -> dict[str, Any]:
     """The configuration of one mixture of experts after the other, its loss large enough to see."""
     asked = {"output_router_logits": True, "router_aux_loss_coef": 0.5}

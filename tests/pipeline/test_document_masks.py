@@ -16,6 +16,7 @@ from dilocox.pipeline.stage import StageModule, build_stage
 from dilocox.pipeline.stage_worker import summed_loss
 from tests.pipeline.chains import SEED, Chain, Config, Weights, batches, chain, rate, same, weights
 from tests.pipeline.conftest import FAMILIES, MIXTURES, one_stage_config
+from tests.sweeps import sweep
 
 END = 1
 
@@ -58,7 +59,7 @@ def keeps_apart(config: Config, num_stages: int) -> bool:
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
-@pytest.mark.parametrize("family", CUT)
+@pytest.mark.parametrize("family", sweep(CUT, 3))
 def test_families_that_keep_documents_apart_are_those_that_are_named(
     family: str, num_stages: int
 ) -> None:

@@ -20,6 +20,7 @@ from tests.pipeline.histories import (
 )
 from tests.pipeline.peers import TINY, Peer, Plan
 from tests.pipeline.replicas import Swarm
+from tests.sweeps import sweep
 
 PLAN = Plan(microbatches=2)
 BATCHES = batches(TINY, 3, 2)
@@ -29,6 +30,9 @@ KILLS: list[tuple[How, int]] = [("kill", moment) for moment in MOMENTS]
 FREEZES: list[tuple[How, int]] = [("freeze", moment) for moment in MOMENTS]
 # what it sent matters most about sums and GO
 LAST_WORDS: list[tuple[How, int]] = [("kill, what it sent arrives", m) for m in MOMENTS[7:]]
+
+
+CASES, CASES_ALONE = [*KILLS, *FREEZES, *LAST_WORDS], [*KILLS, *FREEZES[::4]]
 
 
 @lru_cache
@@ -53,7 +57,7 @@ class TestAMemberVanishes:
             swarm.settle()
             assert swarm.wires.delivered - before == FRAMES_A_STEP
 
-    @pytest.mark.parametrize(("how", "moment"), [*KILLS, *FREEZES, *LAST_WORDS])
+    @pytest.mark.parametrize(("how", "moment"), sweep(CASES, CASES[::6]))
     @pytest.mark.parametrize("stage", [1, 2])
     def test_a_spare_takes_its_place(self, moment: int, stage: int, how: How) -> None:
         swarm = Swarm(PLAN, spares=1, seed=moment)
@@ -102,7 +106,7 @@ class TestAMemberVanishes:
         assert healed["epoch"] == swarm.leader.head.epoch == 2
         assert swarm.leader.head.last_fault == f"stage {victim.stage} {reason}"
 
-    @pytest.mark.parametrize(("how", "moment"), [*KILLS, *FREEZES[::4]])
+    @pytest.mark.parametrize(("how", "moment"), sweep(CASES_ALONE, CASES_ALONE[::6]))
     @pytest.mark.parametrize("stage", [1, 2])
     def test_without_a_spare_the_replica_dissolves(self, moment: int, stage: int, how: How) -> None:
         swarm = Swarm(PLAN, seed=moment)

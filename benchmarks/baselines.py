@@ -224,16 +224,18 @@ def processors(report: Report, results: Results, lines: Sequence[str]) -> None:
         report.table(columns, rows, part="cores")
 
 
-def claimed(results: Results, lines: Sequence[str], peers: int) -> list[tuple[str, str, str, str]]:
+def claimed(
+    results: Results, lines: Sequence[str], peers: int
+) -> list[tuple[str, str, str, int, str]]:
     """Of each claim that both contestants of it ran for: what it says, the least that is expected,
-    what was measured, the verdict.
+    what was measured, in how many turns, the verdict.
     """
     wanted = (
         *EXPECTED,
         *((OURS, PLAIN, line, 0.95) for line in lines),
         (ALONE, PLAIN, lines[0], 0.98),
     )
-    rows: list[tuple[str, str, str, str]] = []
+    rows: list[tuple[str, str, str, int, str]] = []
     for contestant, other, line, least in wanted:
         ratios = results.ratios(contestant, line, other)
         if not ratios:
@@ -242,7 +244,7 @@ def claimed(results: Results, lines: Sequence[str], peers: int) -> list[tuple[st
         what = f"{contestant} over {other}{where}" + f", {peers} peers" * (peers != PEERS)
         form = ".3f" if least < 2 else ",.1f"
         verdict = "reached" if fmean(ratios) >= least else "MISSED"
-        rows.append((what, f"{least:g}", spread(ratios, form), verdict))
+        rows.append((what, f"{least:g}", spread(ratios, form), len(ratios), verdict))
     return rows
 
 
@@ -258,7 +260,13 @@ def claims(report: Report, results: Sequence[Result], lines: Sequence[str]) -> N
         for row in claimed(Results(results, peers), lines, peers)
     ]
     report.table(
-        [Column("claim"), Column("expected, at least"), Column("measured"), Column("")],
+        [
+            Column("claim"),
+            Column("expected, at least"),
+            Column("measured"),
+            Column("turns"),
+            Column("verdict"),
+        ],
         rows,
         part="claims",
     )
@@ -285,8 +293,8 @@ def plots(report: Report, results: Results, lines: Sequence[str]) -> None:
 def main() -> None:
     """Measure and print."""
     made = parser(__doc__)
-    known = [name for name in LINES if name != "none"]
-    made.add_argument("--links", nargs="+", choices=list(LINES), default=known)
+    shaped = [name for name in LINES if name != "none"]
+    made.add_argument("--links", nargs="+", choices=list(LINES), default=[*shaped, "none"])
     made.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     made.add_argument("--peers", type=int, default=PEERS, help="2 or more")
     made.add_argument("--runs", type=int, default=2, help="of each contestant; 0: only the tables")

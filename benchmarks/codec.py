@@ -10,6 +10,10 @@ over the input; it is read from Linux's /proc. The values are normal, of a pseud
 
 `clone()` is what any code pays that makes a new vector, most of it for fresh pages from the kernel;
 `copy_`, its neighbour in the column `decode into`, writes to a vector that exists.
+
+A second table has what two bits lose with other levels and groups than the product's: the squared
+error over the values' square, of three distributions. `levels` is the outer level over the inner
+one; the step is fitted as the product does it.
 """
 
 import ctypes
@@ -27,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.report import Column, Report, parser
 from dilocox.compression.group_quantization import GroupCodec
+from dilocox.compression.two_bits import FIRST_THRESHOLD, LEVELS, TWO_BIT_GROUP
 
 _MIN_CALLS = 5
 PEAKS = ("encode", "decode", "decode into")
@@ -36,6 +41,8 @@ COLUMNS = (
     *(Column(name, ".1f") for name in PEAKS),
     *(Column(f"memory of {name}", ".2f") for name in PEAKS),
 )
+RATIOS, GROUPS = (2.5, 3.0, 3.33, 3.5, 4.0, 5.0), (32, 64, 128, 256, 512, 1024)
+TAILS = ("normal", "Laplace", "Student, 4 degrees")
 Row = tuple[str | float | None, ...]
 """Name, size, three speeds in GB/s, three peaks of memory; the last in multiples of the input."""
 
@@ -103,6 +110,34 @@ def measure_copies(values: Tensor, seconds: float) -> Row:
     return row("clone() / copy_", 1.0, [clone, clone, copy], peaks, input_bytes)
 
 
+def lost(values: Tensor, ratio: float, group: int) -> float:
+    """The share of the square of values [n] that two bits lose with these levels."""
+    grouped = values[: len(values) // group * group].view(-1, group)
+    sizes = grouped.abs()
+    outer = sizes > FIRST_THRESHOLD * sizes.mean(dim=1, keepdim=True)
+    weights = torch.where(outer, ratio, 1.0)
+    steps = (sizes * weights).sum(1, keepdim=True) / weights.square().sum(1, keepdim=True)
+    levels = torch.where(sizes > (1 + ratio) / 2 * steps, ratio * steps, steps)
+    return float((sizes - levels).square().sum() / sizes.square().sum())
+
+
+def levels(report: Report, numel: int) -> None:
+    """Print what other levels and groups lose."""
+    torch.manual_seed(0)
+    students = torch.distributions.StudentT(4.0).sample((numel,))
+    laplace = torch.distributions.Laplace(0.0, 1.0).sample((numel,))
+    drawn = dict(zip(TAILS, (torch.randn(numel), laplace, students), strict=True))
+    own = LEVELS[1] / LEVELS[0]
+    tried = [(ratio, TWO_BIT_GROUP) for ratio in RATIOS] + [(own, group) for group in GROUPS]
+    rows = [
+        (f"{ratio:g}", str(group), 2 + 16 / group, *(lost(v, ratio, group) for v in drawn.values()))
+        for ratio, group in tried
+    ]
+    columns = [Column("levels"), Column("group"), Column("bits", ".3f")]
+    columns += [Column(name, ".4f") for name in TAILS]
+    report.table(columns, rows, title="two bits: squared error over the values' square", part="two")
+
+
 def row(
     name: str, size: float, speeds: list[float], peaks: Sequence[int | None], input_bytes: int
 ) -> Row:
@@ -127,6 +162,7 @@ def main() -> None:
     rows += [measure(values, bits, arguments.seconds) for bits in (2, 4, 8, 16, 32)]
     title = f"{arguments.numel:,} fp32 values, one core, GB/s of input"
     report.table(COLUMNS, rows, title=title)
+    levels(report, min(arguments.numel, 1 << 22))
     report.close()
 
 

@@ -7,8 +7,8 @@ Model, text and rules are convergence.py's, and nothing is tuned anew but where 
 that of synchronous AdamW, with more workers, longer rounds, a wider model, more rounds. Part
 `overlap`: in the first world, 2 bits with one setting changed at a time. Part `replicas`: outer
 steps, which MuLoCo (without overlap) lets grow with the replicas: 0.7/0.6 at one, 0.9/0.8 at eight,
-1.0/0.9 at sixteen. Part `ways`: averages that the product does not have (trial_averages.py), with
-fewer bits, a length of its own, or another momentum.
+1.0/0.9 at sixteen; each of them for synchronous Muon, too. Part `ways`: averages that the product
+does not have (trial_averages.py), with fewer bits, a length of its own, or another momentum.
 
 Muon's losses are chaotic: of one seed they end up to 1.5 % apart where it is computed beside other
 rows. The mean of two seeds is good to about a percent. What is done is printed at once.
@@ -77,15 +77,16 @@ def overlap() -> Iterator[tuple[str, World, Rows]]:
 
 
 def replicas() -> Iterator[tuple[str, World, Rows]]:
-    """Outer steps by number of replicas, with two bits overlapped."""
+    """Outer steps by number of replicas: synchronous, and with two bits overlapped."""
     for name in ("8 workers", "16 workers"):
         found = rules(WORLDS[name])
-        rule = found[MUON_TWO_BIT]
+        both = {each: found[each] for each in (MUON, MUON_TWO_BIT)}
         outer = {
-            f"{rate:g}/{momentum:g}": replace(rule, learning_rate=rate, momentum=momentum)
+            f"{each}, {rate:g}/{momentum:g}": replace(rule, learning_rate=rate, momentum=momentum)
             for rate, momentum in OUTER
+            for each, rule in both.items()
         }
-        yield name, WORLDS[name], {MUON: found[MUON], MUON_TWO_BIT: rule} | outer
+        yield name, WORLDS[name], both | outer
 
 
 def ways() -> Iterator[tuple[str, World, Rows]]:

@@ -152,8 +152,8 @@ def precision(study: Study) -> None:
         "precision", "synchronous DiLoCo, how pseudo-gradients travel", rows, "fp32"
     )
     study.report.say(
-        "A loss scaler acts on inner steps alone, by construction: a send is a difference of "
-        "weights, and the outer step sees no scaled value (tests/peer/test_inner_optimizer.py, "
+        "A loss scaler acts on inner steps alone: a send is a difference of weights, which are the "
+        "same to the last bit with it and without (tests/peer/test_inner_optimizer.py, "
         "tests/pipeline/test_stage_worker.py). Training in fp16 itself needs a GPU."
     )
     if found is not None:
@@ -164,7 +164,7 @@ def precision(study: Study) -> None:
             f"{apart:+.2%}, our 16 bit {gap(found, '16 bit, ours', 'fp32'):+.2%}",
             abs(apart) <= CHANCE,
         )
-        study.claim(SOURCE, "the loss scaler on inner steps only", "by construction", None)
+        study.claim(SOURCE, "the loss scaler on inner steps only", "by unit tests", None)
 
 
 def replicas(study: Study) -> None:

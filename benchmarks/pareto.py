@@ -8,7 +8,8 @@ that was tuned for it; its docstring says what is simulated. `over` is the loss 
 synchronous rule (DiLoCo, 16 bit) with the same inner optimizer, `bits` what each worker sends for
 each parameter in a round: its message's parts to those that average them, and their means to the
 others. A row is on the front if no other row has both a lower loss and fewer bytes. Ranks of
-`adaptive` fit the matrices of this model, which have 64 rows.
+`adaptive` fit the matrices of this model, which have 64 rows. `signs` and `three levels` are not
+in the product (trial_averages.py).
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.convergence_rules import (
     ADAPTIVE,
     ALL_REDUCE,
+    DEFAULTS,
     FOUR_BIT,
     MUON,
+    MUON_TWO_BIT,
     PUBLISHED,
     SIXTEEN_BIT,
     SYNCHRONOUS,
@@ -40,8 +43,11 @@ from benchmarks.convergence_rules import (
 from benchmarks.convergence_runs import Runner, gaps, halfwidth, mean
 from benchmarks.report import Column, Report, parser
 from benchmarks.simulated_swarm import Outcome, Rule, World, bits_a_value
+from benchmarks.trial_averages import Way
 
-ADAMW = (ALL_REDUCE, SYNCHRONOUS, PUBLISHED, SIXTEEN_BIT, FOUR_BIT, TWO_BIT, ADAPTIVE)
+ADAMW = (ALL_REDUCE, SYNCHRONOUS, PUBLISHED, SIXTEEN_BIT, FOUR_BIT, TWO_BIT, ADAPTIVE, DEFAULTS)
+WAYS: tuple[Way, ...] = ("signs", "three levels")
+WAYS_DECAY = 0.9
 FIRST_SEED = 30  # none of convergence.py's
 QUICK = replace(WORLD, rounds=2, held_out=32)
 COLUMNS = (
@@ -59,8 +65,10 @@ COLUMNS = (
 
 def compared(world: World) -> dict[str, Rule]:
     """All rows of the table."""
-    found = rules(world)
-    return {name: found[name] for name in ADAMW} | muon_rules(world)
+    found, muon = rules(world), muon_rules(world)
+    two_bit = replace(muon[MUON_TWO_BIT], decay=WAYS_DECAY)
+    fewer = {f"ours, Muon, {way}": replace(two_bit, way=way) for way in WAYS}
+    return {name: found[name] for name in ADAMW} | muon | fewer
 
 
 def front(points: Mapping[str, tuple[float, float]]) -> set[str]:

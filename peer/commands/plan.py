@@ -28,6 +28,7 @@ from dilocox.peer.process.prepare import stage_kinds
 from dilocox.peer.process.run_plan import Machines, RunPlan, Way
 
 MBIT = 1e6 / 8
+STAGES_SHOWN = 16  # of more only those that differ
 PLANNED_PEERS = 4  # where nobody says how many
 
 
@@ -206,10 +207,15 @@ def _hidden_codecs(found: RunPlan) -> str:
 
 def _show_stages(console: Console, found: RunPlan) -> None:
     gpu = found.machines.gpu_memory_bytes is not None
-    table = _table(("stage", "parameters", "memory", "GPU", "fits", "microbatch"))
-    for each in [found.stages[stage] for stage in stage_kinds(found.manifest)]:
+    table = _table(("stage", "layers", "parameters", "memory", "GPU", "fits", "microbatch"))
+    stages = found.stages
+    if len(stages) > STAGES_SHOWN:
+        stages = [stages[stage] for stage in stage_kinds(found.manifest)]
+    for each in stages:
+        first, last = each.layers
         table.add_row(
             f"{each.stage} of {len(found.stages)}",
+            f"{first}" if first == last else f"{first} to {last}",
             f"{each.values / 1e6:,.1f} M",
             size(each.memory_bytes),
             size(each.gpu_memory_bytes) if gpu else "-",

@@ -83,9 +83,12 @@ class Machines:
 
 @dataclass(frozen=True, kw_only=True)
 class StageFacts:
-    """One stage: its values, what it takes, whether that fits, and a microbatch's seconds."""
+    """One stage: its layers (first and last), its values, what it takes, whether that fits, and a
+    microbatch's seconds.
+    """
 
     stage: int
+    layers: tuple[int, int]
     values: int
     memory_bytes: int
     gpu_memory_bytes: int
@@ -217,6 +220,7 @@ class RunPlan:
         return [
             StageFacts(
                 stage=stage,
+                layers=(plans[stage].start, plans[stage].stop - 1),
                 values=values[stage],
                 memory_bytes=self._of_machine(needs),
                 gpu_memory_bytes=needs.on_gpu,

@@ -52,6 +52,9 @@ def _with_codec(needs: StageNeeds, codec: Any) -> StageNeeds:
     return StageNeeds(replace(needs.manifest, pipeline=pipeline), needs.stage)
 
 
+WHEN_DENSE = "sent in half a round (dilocox plan says so), it is for inner.optimizer muon"
+
+
 def dense_exchanges(manifest: Manifest) -> str:
     """What an exchange would take with the codecs that Muon learns under, in words."""
     told = list[str]()
@@ -75,3 +78,4 @@ def print_sizes(manifest: Manifest) -> None:
     console = wide_console()
     console.print(table)
     console.print(dense_exchanges(manifest))
+    console.print(WHEN_DENSE)

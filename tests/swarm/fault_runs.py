@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.swarm import links, verdict
-from tests.swarm.campaign import KINDS, Campaign, Fault, draw
+from tests.swarm.campaign import KINDS, Campaign, Fault, Outcome, draw
 from tests.swarm.harness import ProcessSwarm
 from tests.swarm.small_run import MODEL, fixed_steps, run_manifest
 
@@ -25,6 +26,15 @@ LAST_ROUNDS = 6
 REFERENCE_LIMIT_S = 3600.0
 
 Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hurt:
+    """A campaign: what must not be, one line each; losses by tokens; how each fault ended."""
+
+    flaws: list[str]
+    losses: list[tuple[int, float]]
+    outcomes: list[Outcome]
 
 
 def manifest(stages: int) -> dict[str, Any]:
@@ -48,8 +58,8 @@ def hurt(
     seed: int,
     tell: Tell,
     last_rounds: int = 0,
-) -> tuple[list[str], list[tuple[int, float]]]:
-    """One campaign on peers of these stages; its flaws, and its losses by tokens."""
+) -> Hurt:
+    """One campaign on peers of these stages."""
     with contextlib.ExitStack() as stack:
         lab = None
         if any(fault.kind == "cut" for fault in faults):
@@ -64,7 +74,7 @@ def hurt(
         tell(verdict.summary(swarm, outcomes))
     for flaw in flaws:
         tell(f"FLAW: {flaw}")
-    return flaws, verdict.losses(swarm)
+    return Hurt(flaws=flaws, losses=verdict.losses(swarm), outcomes=outcomes)
 
 
 def unhurt(folder: Path, tokens: int) -> list[tuple[int, float]]:
@@ -80,15 +90,15 @@ def unhurt(folder: Path, tokens: int) -> list[tuple[int, float]]:
         return verdict.losses(swarm)
 
 
-def run(count: int, seed: int, *, reference: bool, folder: Path, tell: Tell) -> list[str]:
-    """The whole campaign; everything that must not be, one line each."""
+def run(count: int, seed: int, *, reference: bool, folder: Path, tell: Tell) -> Hurt:
+    """The whole campaign, beside a run without faults."""
     kinds = KINDS
     if reason := links.available():
         kinds = tuple(kind for kind in KINDS if kind != "cut")
         tell(f"no link is cut: {reason}")
     faults = draw(count, seed, kinds=kinds)
     (folder / "hurt").mkdir()
-    flaws, curve = hurt(
+    found = hurt(
         folder / "hurt",
         sorted(WITHOUT_SPARES + SPARE_STAGES[(seed - 1) % len(SPARE_STAGES)]),
         faults,
@@ -98,15 +108,15 @@ def run(count: int, seed: int, *, reference: bool, folder: Path, tell: Tell) -> 
         last_rounds=LAST_ROUNDS,
     )
     if not reference:
-        return flaws
+        return found
     (folder / "unhurt").mkdir()
-    beside = unhurt(folder / "unhurt", curve[-1][0])
-    with_faults, without = verdict.loss_beside(curve, beside)
+    tokens = found.losses[-1][0]
+    beside = unhurt(folder / "unhurt", tokens)
+    with_faults, without = verdict.loss_beside(found.losses, beside)
     ratio = with_faults / without - 1
     tell(
-        f"loss at {curve[-1][0]:,} tokens: {with_faults:.4f}, without faults {without:.4f} "
-        f"({ratio:+.2%})"
+        f"loss at {tokens:,} tokens: {with_faults:.4f}, without faults {without:.4f} ({ratio:+.2%})"
     )
     if abs(ratio) > verdict.LOSS_SHARE:
-        flaws.append(f"the loss differs by {ratio:+.1%} from that of a run without faults")
-    return flaws
+        found.flaws.append(f"the loss differs by {ratio:+.1%} from that of a run without faults")
+    return found

@@ -53,7 +53,7 @@ class Head:
     client_mode: whether this peer can only dial out. member: its own stage. records(): who is in
     the swarm, as of the last look. clip(squared norm, loss): the clip factor, not a number if the
     step must be skipped. tell(kind, **facts): hears what people and scripts want to know: replica,
-    fault, healed, dissolved. stopping(): ends every wait.
+    fault, healed, dissolved. stopping(): ends every wait. silence_s: after which a link is broken.
 
     Attributes:
         last_fault: in few words, empty before the first.
@@ -73,6 +73,7 @@ class Head:
         clip: Callable[[float, float], float],
         tell: Callable[..., None],
         stopping: Callable[[], bool],
+        silence_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.last_fault = ""
@@ -95,6 +96,8 @@ class Head:
         self._clip = clip
         self._tell = tell
         self._stopping = stopping
+        # who misses a link says so by then
+        self._ready_s = max(READY_LIMIT_S, silence_s + 2.0)
         self._clock = clock
         self._replica: Replica | None = None
         self._step = 0
@@ -198,7 +201,7 @@ class Head:
         return failed or self._wait_until_ready(replica)
 
     def _wait_until_ready(self, replica: Replica) -> set[int] | None:
-        end = self._clock() + READY_LIMIT_S
+        end = self._clock() + self._ready_s
         while self._clock() < end and not self._stopping():
             event = self._next_event()
             if isinstance(event, Ready):

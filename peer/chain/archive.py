@@ -33,7 +33,7 @@ from typing import Any
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.files import make_folder, sync
 from dilocox.dht.records import ClaimRecord
-from dilocox.dht.rpc import REFUSED, Client, PeerBusy
+from dilocox.dht.rpc import REFUSED, CallRefused, Client, PeerBusy
 from dilocox.dht.swarm_view import SwarmView, that_count
 from dilocox.peer.chain.chain_client import ChainClient, Compute, NoState, Reached
 from dilocox.peer.chain.fork_choice import ClaimBook, Trust, holders
@@ -430,10 +430,14 @@ class StageArchive:
         if came:
             self._book.came(claim.digest)
             return
-        self._book.asked_in_vain(peer)
+        busy = isinstance(error, PeerBusy)
+        if busy:
+            self._book.busy(peer, known=self._trust.knows(peer))
+        else:
+            self._book.asked_in_vain(peer)
         if not self._book.failing(claim.digest):
             logger.info("%s: round %d from %s: %s", self, claim.round, peer[-6:], _said(error))
-        if self._book.failed(claim.digest, busy=isinstance(error, PeerBusy)):
+        if self._book.failed(claim.digest, busy=busy):
             logger.info(
                 "%s: no peer serves the record of round %d; ignoring its claim", self, claim.round
             )
@@ -484,7 +488,11 @@ class StageArchive:
         return generation
 
     async def _taken_in_time(self, donors: Sequence[str], digest: str) -> Generation:
-        return await asyncio.wait_for(self._taken(donors, digest), STATE_LIMIT_S)
+        try:
+            return await asyncio.wait_for(self._taken(donors, digest), STATE_LIMIT_S)
+        except (RecordRefused, CallRefused):
+            self._book.lied(donors[0])
+            raise
 
     async def _taken(self, donors: Sequence[str], digest: str) -> Generation:
         """A generation from the state of the first of these peers; the others may help."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import os
+import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -471,6 +472,31 @@ def test_a_download_goes_on_from_another_donor(
     assert (f"{first} sent chunk 2 of it changed" in caplog.text) == (fault == "changes a byte")
     assert claim is not None
     assert torch.equal(kept.joiner_gets(tmp_path, claim), donor.anchor)
+
+
+def test_who_gave_what_is_no_state_is_asked_again_only_where_nobody_else_has_one(
+    donor: ChainMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    donor.train(0, 1, 2, 3)
+    donor.snapshot()
+    donor.log.prune(keep=1)
+    liar = "QmLiar"
+
+    def too_large(want: dict[str, Any]) -> Source | None:
+        found = donor.find(want)
+        if found is not None and want["what"] == "state":
+            found.facts["size"] = 1 << 40
+        return found
+
+    def liar_first(peers: list[str]) -> None:
+        peers.sort(key=lambda peer: peer != liar)
+
+    monkeypatch.setattr(random, "shuffle", liar_first)
+    kept = Kept(tmp_path / "kept", donor)
+    kept.swarm.finds[liar] = too_large
+    kept.look(donor, QmLiar=donor.claim(), times=3)
+    assert kept.asked("state").count(liar) == 1
+    assert kept.archive.claim == donor.claim()
 
 
 def test_a_broken_download_goes_on_after_a_restart_from_its_last_right_chunk(

@@ -42,7 +42,8 @@ class MemoryNeeds:
     """What a peer of a stage takes at the peak, in bytes, with one microbatch in flight.
 
     values: of the stage's flat vector. activations: of the microbatch, with temporaries, in fp32;
-    gpu_activations: in the precision of a GPU. encoded: what an exchange holds beside the vectors:
+    gpu_activations: in the precision of a GPU; kept, gpu_kept: of these what one more in flight
+    takes. encoded: what an exchange holds beside the vectors:
     own parts, those of others, means, the record.
     offload: whether weights and moments stay beside a GPU (training/offload.py).
     """
@@ -51,6 +52,8 @@ class MemoryNeeds:
     activations: int
     gpu_activations: int
     encoded: int
+    kept: int = 0
+    gpu_kept: int = 0
     offload: bool = False
 
     @property
@@ -154,7 +157,7 @@ def window_limit(
     plan, which has one of them.
     """
     on_cpu = device.type == "cpu"
-    stored_bytes = stored_bytes or (needs.activations if on_cpu else needs.gpu_activations)
+    stored_bytes = max(1, stored_bytes or (needs.kept if on_cpu else needs.gpu_kept))
     free = available_bytes() if on_cpu else gpu_free_bytes(device) + gpu_cached_bytes(device)
     room = free / 2
     if limit_bytes is not None and on_cpu:

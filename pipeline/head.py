@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -53,7 +53,7 @@ class Head:
     client_mode: whether this peer can only dial out. member: its own stage. records(): who is in
     the swarm, as of the last look. clip(squared norm, loss): the clip factor, not a number if the
     step must be skipped. tell(kind, **facts): hears what people and scripts want to know: replica,
-    fault, healed, dissolved. stopping(): ends every wait. silence_s: after which a link is broken.
+    fault, healed, dissolved. stopping(): ends every wait.
 
     Attributes:
         last_fault: in few words, empty before the first.
@@ -73,7 +73,6 @@ class Head:
         clip: Callable[[float, float], float],
         tell: Callable[..., None],
         stopping: Callable[[], bool],
-        silence_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.last_fault = ""
@@ -96,13 +95,13 @@ class Head:
         self._clip = clip
         self._tell = tell
         self._stopping = stopping
-        # who misses a link says so by then
-        self._ready_s = max(READY_LIMIT_S, silence_s + 2.0)
         self._clock = clock
         self._replica: Replica | None = None
         self._step = 0
         self._evaluated = 0
         self._anchor_rounds: set[int] = set()
+        self._slowest_s = 0.0  # of the stages, for a microbatch of the last inner step
+        self._failed: set[int] = set()  # the stages that failed last, as the replica did not stand
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -127,6 +126,7 @@ class Head:
     def form(self) -> str:
         """Try once to make a replica; why it failed, empty if it stands."""
         self._anchor_rounds, self.undecided, self.oldest_anchor = set(), False, None
+        self._slowest_s = 0.0
         self._replica = Replica(
             members={0: self._me},
             clients={0: self._client_mode},
@@ -136,8 +136,8 @@ class Head:
         )
         reason = self._make_whole(set(range(1, self._num_stages)))
         if reason:
-            if len(self.members) == self._num_stages:  # who said yes, and did not come together
-                self._recruiter.blame(self._replica.others.values())
+            others = self._replica.others
+            self._recruiter.blame(others[stage] for stage in self._failed if stage in others)
             self.dissolve()
             return reason
         self._tell("replica", epoch=self.epoch, members=list(self.members))
@@ -158,6 +158,7 @@ class Head:
         end = self._clock() + HEAL_LIMIT_S
         replica = self._held()
         replaced: list[str] = []
+        self._failed = set()
         reason = "its members do not come together"
         while self._clock() < end and not self._stopping():
             for stage in vacant:
@@ -168,7 +169,8 @@ class Head:
             failed = self._begin_epoch(replica)
             if failed is None:
                 break
-            vacant, reason = failed, "its members do not come together"
+            self._failed = vacant = failed
+            reason = "its members do not come together"
         # who is replaced but lives would be a member for itself until it notices
         self._recruiter.release(peer for peer in replaced if peer not in replica.members.values())
         return reason
@@ -201,14 +203,15 @@ class Head:
         return failed or self._wait_until_ready(replica)
 
     def _wait_until_ready(self, replica: Replica) -> set[int] | None:
-        end = self._clock() + self._ready_s
+        end = self._clock() + READY_LIMIT_S
         while self._clock() < end and not self._stopping():
             event = self._next_event()
             if isinstance(event, Ready):
                 return None
             if isinstance(event, Fault):
                 return self._recruiter.missing(replica, event)
-        return self._recruiter.missing(replica, Fault(stage=1, seen_by=0, reason="missing"))
+        unheard = Fault(stage=1, seen_by=0, reason="missing")
+        return self._recruiter.missing(replica, unheard, heard=False)
 
     # ---- inner steps -----------------------------------------------------------------------------
     def step(self, batch: Sequence[Tensor], learning_rate: float) -> Stepped | None:
@@ -220,18 +223,21 @@ class Head:
         while self._replica is not None and not self._stopping():
             try:
                 return self._step_once(batch, learning_rate)
-            except Lost as lost:
-                stalls += isinstance(lost, Stalled)
+            except Stalled as stalled:
+                missing = self._recruiter.missing(self._held(), None)
+                stalls += not missing
                 if stalls < STALLS:
-                    self._heal(lost.fault)
+                    self._heal(stalled.fault, missing)
                 else:
-                    self._give_up(lost.fault)
+                    self._give_up(stalled.fault)
+            except Lost as lost:
+                self._heal(lost.fault, self._recruiter.missing(self._held(), lost.fault))
         return None
 
     def _step_once(self, batch: Sequence[Tensor], learning_rate: float) -> Stepped | None:
         member, replica = self._member, self._held()
         fed, moved_at = 0, self._clock()
-        limit_s = max(STALL_LIMIT_S, 10 * len(batch) * member.worker.compute_s)
+        limit_s = self._stall_limit_s(len(batch))
         began, give_up = self._clock(), math.inf
         while (totals := member.totals) is None:
             while fed < len(batch) and member.worker.in_flight < replica.window:
@@ -250,11 +256,21 @@ class Head:
         self.step_s = self._clock() - began
         return self._go(replica, totals, learning_rate)
 
+    def _stall_limit_s(self, microbatches: int) -> float:
+        """By the slowest stage; in a replica's first inner step none has told how long it takes,
+        layers may be compiled, and one stage after another begins.
+        """
+        if self._held().done is None:
+            return STALL_LIMIT_S * max(1.0, self._num_stages / 2)
+        slowest_s = max(self._slowest_s, self._member.worker.compute_s)
+        return max(STALL_LIMIT_S, 10 * microbatches * slowest_s)
+
     def _go(self, replica: Replica, totals: Totals, learning_rate: float) -> Stepped:
         reports = totals.reports
         replica.limits = {stage: report.window for stage, report in enumerate(reports)}
         replica.codecs, replica.window = self._tuning.next(reports, replica.codecs, replica.limit)
         self._anchor_rounds = {report.anchor_round for report in reports}
+        self._slowest_s = max(report.compute_s for report in reports)
         self.undecided = any(report.undecided for report in reports[1:])
         self.oldest_anchor = min((report.anchor_round for report in reports[1:]), default=None)
         factor = self._clip(totals.squared_norm, totals.loss)
@@ -266,7 +282,7 @@ class Head:
         self._step = stepped.step + 1
         leaving = {stage for stage, report in enumerate(reports) if report.leaving and stage > 0}
         if leaving:
-            self._heal(Fault(stage=min(leaving), seen_by=0, reason="left"), leaving)
+            self._heal(Fault(stage=min(leaving), seen_by=0, reason="left"), leaving, leave=True)
         return stepped
 
     def _drain(self, wait_s: float) -> bool:
@@ -292,19 +308,20 @@ class Head:
         self._tell("dissolved", reason="an inner step stands still, though all its members answer")
         self.dissolve()
 
-    def _heal(self, fault: Fault, leaving: Collection[int] = ()) -> None:
-        """Replace who is missing, or has said that it is leaving; else dissolve the replica."""
+    def _heal(self, fault: Fault, vacant: set[int], *, leave: bool = False) -> None:
+        """Replace the members of these stages, who are missing, or (`leave`) have said that they
+        are leaving; else dissolve the replica.
+        """
         began, replica = self._clock(), self._held()
-        vacant = set(leaving) or self._recruiter.missing(replica, fault)
         lost = [replica.members[stage] for stage in vacant]
-        if leaving:  # to its own head it would say yes
+        if leave:  # to its own head it would say yes
             self._recruiter.avoid(lost)
         stage, after_s = min(vacant, default=fault.stage), fault.after_s
         self.last_fault = f"stage {stage} {fault.reason}"
         peer = replica.members[stage]
         self._tell("fault", stage=stage, peer=peer, reason=fault.reason, after_s=after_s)
         reason = self._make_whole(vacant)
-        if leaving:
+        if leave:
             self._recruiter.ask_all(lost, "release")
         if reason:
             self._tell("dissolved", reason=reason)
@@ -346,7 +363,7 @@ class Head:
                 if self._stopping() or self._clock() > end:
                     return None
         except Lost as lost:
-            self._heal(lost.fault)
+            self._heal(lost.fault, self._recruiter.missing(self._held(), lost.fault))
             return None
         return sum(losses[number] for number in sorted(losses))
 

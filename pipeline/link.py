@@ -288,8 +288,9 @@ class LinkLimits:
     """What a link may carry, and how long it may be silent.
 
     frames: what the tensors may be. silence_s: after so long without a byte a link is broken.
-    opening_s: one that does not stand after so long (or silence_s) is missing; the neighbour may
-    have to finish a piece of work first. max_queued: frames of one link, to be sent or to be taken.
+    opening_s: one that does not stand after so long is missing, which the head must hear in time to
+    know whose; the neighbour may have to finish a piece of work first. max_queued: frames of one
+    link, to be sent or to be taken.
     inbox_bytes: what one link may leave in the inbox, at least four of its largest frames.
     """
 
@@ -440,7 +441,7 @@ class Link:
                 unheard_s, heard_at = 0.0, self._stream.heard_at
             if self._stream is not None and unheard_s >= self._limits.silence_s:
                 self.end("silent")
-            elif unheard_s >= max(self._limits.silence_s, self._limits.opening_s):
+            elif self._stream is None and unheard_s >= self._limits.opening_s:
                 self.end("missing")
             self._beat_due = True
             self._wake.set()

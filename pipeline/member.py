@@ -462,9 +462,10 @@ class Follower:
         return stepped
 
     def _receive(self, wait_s: float) -> Stepped | None:
-        """Take in what has come, up to the end of an inner step or a batch that is evaluated: what
-        comes without end keeps this peer from nothing else.
+        """Take in what has come, up to the end of an inner step, or an evaluation's worth of
+        batches: what comes without end keeps this peer from nothing else.
         """
+        evaluated = 0
         for _ in range(MESSAGES_A_TURN):
             message = self._member.network.inbox.get(wait_s)
             if message is None:
@@ -480,7 +481,8 @@ class Follower:
                     self.leave("its head dissolved it")
                 case _:
                     pass
-            if isinstance(message, Arrived) and message.frame.kind == "evaluate":
+            evaluated += isinstance(message, Arrived) and message.frame.kind == "evaluate"
+            if evaluated >= self._member.num_stages:
                 break
         self._ask_head()
         return None

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dilocox.pipeline.candidates import Records, Vacancies, best_chain, candidates, missing
 from dilocox.pipeline.frames import Frame
@@ -23,8 +22,8 @@ from dilocox.pipeline.network import Network
 PING_LIMIT_S = 1.0
 REQUEST_LIMIT_S = 2.0
 AVOID_S = 5.0  # how long a peer that gave no answer is not asked again
-# how long one is not that answers, and with which no inner step ends: at first, and at most
-BLAMED_S, MOST_BLAMED_S = 20.0, 3600.0
+# how long one comes last that answers, and with which no inner step ends: at first, and at most
+BLAMED_S, MOST_BLAMED_S = 20.0, 1200.0
 SAME_LINK_S = 60.0  # a link that breaks twice within so long is given up, and its lower peer
 PINGED_AT_ONCE = 32
 MEASURED_A_STAGE = 8  # peers whose round trip is measured before one is chosen
@@ -95,7 +94,7 @@ class Recruiter:
         self._clock = clock
         self._stopping = stopping
         self._avoid: dict[str, float] = {}
-        self._blamed = Counter[str]()  # how often, since an inner step with it ended
+        self._blamed = dict[str, tuple[int, float]]()  # how often since an inner step, until when
         self._round_trips: dict[str, float] = {}
 
     def recruit(self, replica: Replica, vacant: set[int], *, until: float) -> str:
@@ -104,16 +103,13 @@ class Recruiter:
         """
         now = self._clock()
         self._avoid = {peer: until for peer, until in self._avoid.items() if until > now}
-        vacancies = Vacancies(
-            me=self._me,
-            num_stages=self._num_stages,
-            members={stage: replica.clients[stage] for stage in replica.members},
-            round_trips=self._round_trips,
-            avoid=self._avoid,
-        )
         records = self._records()
+        vacancies = self._vacancies(replica, {p for p, (_, at) in self._blamed.items() if at > now})
+        if missing(records, vacancies):  # then those will do
+            vacancies = self._vacancies(replica, ())
         if not missing(records, vacancies):
             self._measure(candidates(records, vacancies))
+            vacancies = replace(vacancies, avoid={*vacancies.avoid, *self._avoid})
         if reasons := missing(records, vacancies):  # perhaps more, now that they were measured
             return "; ".join(reasons)
         willing = {stage: list(peers) for stage, peers in candidates(records, vacancies).items()}
@@ -128,7 +124,7 @@ class Recruiter:
                     continue
                 willing[stage].remove(peer)
                 if peer in self._avoid and willing[stage]:  # others may be gone with it
-                    self._ping(willing[stage][:PINGED_AT_ONCE])
+                    self._ping(willing[stage][:PINGED_AT_ONCE], limit_s=REQUEST_LIMIT_S)
                     willing[stage] = [each for each in willing[stage] if each not in self._avoid]
                 break
             else:
@@ -136,6 +132,16 @@ class Recruiter:
                 return ""
         taken = [stage for stage, peers in willing.items() if not peers]
         return f"stage {min(taken or vacant)} has no free peer"
+
+    def _vacancies(self, replica: Replica, last: Collection[str]) -> Vacancies:
+        """What is looked for: none of `last`."""
+        return Vacancies(
+            me=self._me,
+            num_stages=self._num_stages,
+            members={stage: replica.clients[stage] for stage in replica.members},
+            round_trips=self._round_trips,
+            avoid={*self._avoid, *last},
+        )
 
     def _measure(self, found: Mapping[int, Sequence[str]]) -> None:
         """Ping candidates whose round trip is not known; who gives no answer is avoided."""
@@ -148,9 +154,9 @@ class Recruiter:
         if unknown:
             self._ping(unknown)
 
-    def _ping(self, peers: Collection[str]) -> None:
+    def _ping(self, peers: Collection[str], limit_s: float = PING_LIMIT_S) -> None:
         """Measure the round trips to these peers; who gives no answer is avoided."""
-        answers = self.ask_all(peers, "ping", limit_s=PING_LIMIT_S)
+        answers = self.ask_all(peers, "ping", limit_s=limit_s)
         for peer, answer in answers.items():
             if answer is None:
                 self.avoid([peer])
@@ -176,10 +182,12 @@ class Recruiter:
         replica.limits[stage] = window if isinstance(window, int) and window > 0 else UNBOUNDED
         return True
 
-    def missing(self, replica: Replica, fault: Fault) -> set[int]:
+    def missing(self, replica: Replica, fault: Fault | None, *, heard: bool = True) -> set[int]:
         """The stages whose members are not there any more, by asking each of them.
 
-        Who gives no answer is avoided; who answers but has left this replica is free again.
+        Who gives no answer is avoided; who answers but has left this replica is free again. fault:
+        of a link, if any, for which the lower of two living members may be given up; heard: whether
+        somebody told of it.
         """
         answers = self.ask_all(replica.others.values(), "ping", limit_s=PING_LIMIT_S)
         silent = [peer for peer, answer in answers.items() if answer is None]
@@ -191,14 +199,15 @@ class Recruiter:
             for stage, peer in replica.others.items()
             if (answer := answers[peer]) is None or answer.frame.facts.get("epoch") != self.epoch
         }
-        if not gone:
+        if not gone and fault is not None:
             # Both ends live: the link between them failed. Once is forgiven.
             link = (min(fault.stage, fault.seen_by), max(fault.stage, fault.seen_by))
             now = self._clock()
             at, done = replica.broken_links.get(link, (-math.inf, None))
             replica.broken_links[link] = now, replica.done
             # or one that breaks before each inner step ends would be forgiven for ever
-            if now - at < SAME_LINK_S or (at > -math.inf and done == replica.done):
+            again = heard and at > -math.inf and done == replica.done
+            if now - at < SAME_LINK_S or again:
                 gone.add(link[1])
                 self.avoid([replica.members[link[1]]])  # it would say yes
         return gone
@@ -209,20 +218,21 @@ class Recruiter:
         if living:
             self.ask_all(living, "release")
 
-    def avoid(self, peers: Iterable[str], for_s: float = AVOID_S) -> None:
+    def avoid(self, peers: Iterable[str]) -> None:
         """Leave these peers alone for a while."""
-        until = self._clock() + for_s
+        until = self._clock() + AVOID_S
         for peer in peers:
-            self._avoid[peer] = max(until, self._avoid.get(peer, until))
+            self._avoid[peer] = until
             self._round_trips.pop(peer, None)
 
     def blame(self, peers: Iterable[str]) -> None:
-        """Leave peers alone that answer, and with which no inner step ends: each time for twice as
+        """Ask peers last that answer, and with which no inner step ends: each time for twice as
         long.
         """
         for peer in peers:
-            self.avoid([peer], min(MOST_BLAMED_S, BLAMED_S * 2 ** self._blamed[peer]))
-            self._blamed[peer] += 1
+            times, _ = self._blamed.get(peer, (0, 0.0))
+            for_s = min(MOST_BLAMED_S, BLAMED_S * 2**times)
+            self._blamed[peer] = times + 1, self._clock() + for_s
 
     def forgive(self, peers: Iterable[str]) -> None:
         """An inner step has ended with these."""

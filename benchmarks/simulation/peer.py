@@ -406,7 +406,9 @@ class SimulatedPeer:
         if not (coordinator.ending or coordinator.paused):
             return
         if self.leader is self:
-            still = coordinator.paused or coordinator.stops(stages=1 + len(self.members))
+            still = coordinator.paused or coordinator.stops(
+                stages=1 + len(self.members), has_text=True
+            )
             if still:
                 self.stop_training()
             elif self._origin is None:

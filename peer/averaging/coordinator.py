@@ -219,9 +219,9 @@ class Coordinator(threading.Thread):
         last one, or it is in none."""
         return self.ending and (self._stopped_at is not None or not self.status.head)
 
-    def stops(self, *, stages: int) -> bool:
+    def stops(self, *, stages: int, has_text: bool) -> bool:
         """Whether the replica that this peer leads, of so many stages, is to stand still from now
-        on; asked before each inner step.
+        on; asked before each inner step, which is made if there is text for it.
 
         A run's last step is one that was made while no send was undecided: so every stage has
         something for the last round, and all end with the same one. And it is made before any stage
@@ -234,7 +234,7 @@ class Coordinator(threading.Thread):
             self._stopped_at = None
         elif self._stopped_at is None and complete:
             self._stopped_at = self._clock.monotonic()
-        self._all_unsent = decided  # once the step is made that begins now
+        self._all_unsent = decided and has_text  # once the step is made that begins now
         return self._stopped_at is not None
 
     @property

@@ -87,6 +87,8 @@ class PartLease:
         elif not holders:
             shared = False  # it goes on where it is, and is the part's first reader now
         moved = part != self.part or not self.held
+        if part != self.part:
+            self._stored_at = -math.inf  # nothing of it is
         self.part, self._shared = part, shared
         return moved
 

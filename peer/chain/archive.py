@@ -488,20 +488,20 @@ class StageArchive:
         return generation
 
     async def _taken_in_time(self, donors: Sequence[str], digest: str) -> Generation:
-        try:
-            return await asyncio.wait_for(self._taken(donors, digest), STATE_LIMIT_S)
-        except (RecordRefused, CallRefused):
-            self._book.lied(donors[0])
-            raise
+        return await asyncio.wait_for(self._taken(donors, digest), STATE_LIMIT_S)
 
     async def _taken(self, donors: Sequence[str], digest: str) -> Generation:
         """A generation from the state of the first of these peers; the others may help."""
         current, check, chain = self._current, self._check, self._chain(donors)
         state: tuple[Path, bytes, bytes] | None = None
         with contextlib.suppress(NoState):
-            offer = await chain.offer(donors[0])
-            logger.info("%s: taking the state of round %d", self, offer.record.round)
-            kept = await chain.download(offer, self._folder / "incoming")
+            try:
+                offer = await chain.offer(donors[0])
+                logger.info("%s: taking the state of round %d", self, offer.record.round)
+                kept = await chain.download(offer, self._folder / "incoming")
+            except (RecordRefused, CallRefused):
+                self._book.lied(donors[0])
+                raise
             state = kept.file, offer.record_bytes, offer.certificate
         number, donor = current.number + 2, donors[0] if state else ""  # a replay may end yet
         generation = await self._compute(

@@ -266,7 +266,6 @@ class Assembly:
             ),
             tell=self._tell,
             stopping=self._stop.is_set,
-            silence_s=manifest.deadlines.silence_s,
         )
         corpus, windows = open_corpus(text, local.options.data), held_out(text)
         if manifest.stages == 1 and not local.options.compile_layers:  # each length anew

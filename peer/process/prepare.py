@@ -209,6 +209,8 @@ class StageNeeds:
             activations=roughly if on_cpu is None else on_cpu.peak,
             gpu_activations=roughly if on_gpu is None else on_gpu.peak,
             encoded=HELD_ENCODED * self.record_bytes,
+            kept=roughly if on_cpu is None else on_cpu.kept,
+            gpu_kept=roughly if on_gpu is None else on_gpu.kept,
             offload=self.offload,
         )
 

@@ -178,6 +178,7 @@ def _load_pretrained(name: str) -> Any:
 
 BUFFER_TOKENS = 1 << 18
 _MIN_BUFFER_WINDOWS = 32  # for very long windows
+ROWS_AT_ONCE = 1 << 12  # that are passed over
 _EXIT_LIMIT_S = 5.0  # a buffer takes about one
 _BUFFERS_AHEAD = 2  # a slow disk or hub is made up for by so much
 
@@ -195,7 +196,8 @@ class _ReadAhead:
     What the iterator raises is raised by `next` in its place, after the items before it.
     """
 
-    def __init__(self, items: Iterator[_TokenBuffer]):
+    def __init__(self, items: Iterator[_TokenBuffer | None]):
+        """items: None now and then where one takes long, to be asked whether to end."""
         self._queue: queue.Queue[_TokenBuffer | BaseException] = queue.Queue(_BUFFERS_AHEAD)
         self._stopped = threading.Event()
         # a daemon: a peer that leaves must not wait for long for a hub that gives no answer
@@ -230,12 +232,13 @@ class _ReadAhead:
         self.stop()
         self._thread.join(_EXIT_LIMIT_S)
 
-    def _read(self, items: Iterator[_TokenBuffer]) -> None:
+    def _read(self, items: Iterator[_TokenBuffer | None]) -> None:
         try:
             for item in items:
                 if self._stopped.is_set():
                     break
-                self._queue.put(item)
+                if item is not None:
+                    self._queue.put(item)
         except BaseException as error:  # noqa: BLE001 - a panic of the tokenizer's, too: for who asks
             self._queue.put(error)
         atexit.unregister(self._end)
@@ -265,16 +268,18 @@ class _PartReader:
 
     def buffers(
         self, epoch: int, rows: int = 0, start: dict[str, Any] | None = None
-    ) -> Iterator[_TokenBuffer]:
+    ) -> Iterator[_TokenBuffer | None]:
         """The buffers from a place in an epoch on, without end: the next epoch's follow those of
         this one. start: what a stream's `state_dict` said there; else so many rows are passed over,
         which are read for that.
         """
         stream = self.open(epoch)
-        if start is None:
-            stream.skip(rows)
-        else:
+        if start is not None:
             stream.load_state_dict(start)
+        else:
+            for done in range(0, rows, ROWS_AT_ONCE):
+                stream.skip(min(ROWS_AT_ONCE, rows - done))
+                yield None
         while True:
             start = stream.state_dict()
             if len(windows := self._windows(stream)):
@@ -441,7 +446,7 @@ class Corpus(Iterator[torch.Tensor]):
         )
 
     def _read_from(
-        self, part: int, buffers: Iterator[_TokenBuffer], *, used: int = 0, wait: bool
+        self, part: int, buffers: Iterator[_TokenBuffer | None], *, used: int = 0, wait: bool
     ) -> None:
         if self._coming is not None:
             self._coming.ahead.stop()

@@ -39,8 +39,9 @@ from dilocox.dht.manifest import InnerSpec
 
 logger = logging.getLogger(__name__)
 
-# What torch keeps of a parameter.
 MOST_LOSS_SCALE = 2.0**24  # a backward in fp16 has overflowed long before
+
+# What torch keeps of a parameter.
 _ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
 _MUON_STATE = ("momentum_buffer",)
 

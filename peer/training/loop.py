@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from dilocox.compression.layout import FlatLayout
-from dilocox.dht.errors import DilocoxError
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.averaging.averager import AveragerStuck, StageBuffers
 from dilocox.peer.averaging.coordinator import ChildDied, Coordinator
@@ -42,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 LEAVE_LIMIT_S = 6.0  # how long a leaving peer waits for the exchange in flight
 LEAVE_BYTES_PER_S = 50e6  # an outer step goes over anchor and momentum faster, where a peer leaves
+LEAVE_AT_MOST_S = 120.0  # a service has five minutes, and the snapshot comes after it
 HAND_ON_LIMIT_S = 15.0  # and for somebody to take its last record
 SAVE_SOON_AT, SAVE_AT = 0.5, 0.75  # of what the log keeps, applied since the last snapshot
 BUFFERS_LIMIT_S = 300.0  # how long an outer step, or a state from the disk, may take
@@ -236,7 +236,7 @@ class Learner:
             self._wait_for_outcome(self._coordinator.outcome_limit_s, self._stop)
         self._wait_for_outcome(limit_s, threading.Event())
         try:
-            self._wait_for_buffers(limit_s + 8 * self._model.layout.numel / LEAVE_BYTES_PER_S)
+            self._wait_for_buffers(limit_s + self._outer_step_s)
             self._save()
         except AveragerStuck as error:
             logger.warning("what was learnt since the last snapshot is lost: %s", error)
@@ -255,10 +255,12 @@ class Learner:
         """Keep what this peer has learnt, if its state is whole: what it does in the training loop
         has failed, for a reason that lies elsewhere, and it ends.
         """
+        if not self._meter.inner_steps:
+            return
         try:
-            self._wait_for_buffers(0.0)
+            self._wait_for_buffers(self._outer_step_s)
             self._save()
-        except (AveragerStuck, ChildDied, DilocoxError) as error:
+        except Exception as error:  # noqa: BLE001 - why it ends is raised
             logger.warning("what was learnt since the last snapshot is lost: %s", error)
 
     def _end_round(self, round_number: int, scheduled_at: float) -> None:
@@ -463,6 +465,11 @@ class Learner:
         """Seconds of an inner step of this peer's replica, smoothed; 0 before the first one."""
         speed = self._meter.tokens_per_s
         return self._manifest.batch.tokens_per_step / speed if speed > 0 else 0.0
+
+    @property
+    def _outer_step_s(self) -> float:
+        """How long one may take of which a peer that ends waits for the end."""
+        return min(8 * self._model.layout.numel / LEAVE_BYTES_PER_S, LEAVE_AT_MOST_S)
 
     def _save(self) -> None:
         """Write a snapshot, while training stands still."""

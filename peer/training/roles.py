@@ -13,10 +13,12 @@ to do here; `release` leaves the replica in good order.
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -41,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 FORM_PAUSE_S = 0.5  # between two tries to form a replica, plus as much again by chance
 LAST_LOSS_PAUSE_S = 0.5
+LATE_TEXT_S = 120.0
 NO_TEXT = "the text of its part of the data is not here yet"
 PAUSED = "the operator has paused the run"
 LAST_LOSS_LIMIT_S = 30.0  # how long the run's last validation waits for all stages' last records
@@ -76,11 +79,13 @@ class Leading:
         self._stop = stop
         self._held: tuple[int, int] | None = None  # the part that is read, where it was begun
         self._opening: tuple[int, int] | None = None  # the one that is opened
+        self._lacks_text = False
+        self._opened_at = math.inf  # monotonic; told once
         self._first_epoch = 0
         self._saved = learner.data_state()
         learner.data_state = self._data_state
         self._batch: list[Tensor] = []  # of the inner step that is not taken yet
-        self._before_batch: dict[str, Any] = {}  # the data position
+        self._before_batch: dict[str, Any] = {}  # the data position, until that step is taken
         self._tried_at = 0.0
         self._told = ""
         self._trained = False
@@ -97,13 +102,17 @@ class Leading:
         return True  # it comes back when an inner step is complete
 
     def turn(self) -> None:
-        paused = self._coordinator.paused
-        if paused or self._coordinator.stops(stages=len(self._head.members)):
+        paused, has_text = self._coordinator.paused, self._follow_lease()
+        stages = len(self._head.members)
+        if paused or self._coordinator.stops(stages=stages, has_text=has_text):
             self._show_replica(PAUSED if paused else "")
             self._learner.stand_still()
             return
-        if not self._follow_lease():
-            self._show_replica(NO_TEXT)
+        if has_text == self._lacks_text:
+            self._lacks_text = not has_text
+            self._show_replica("" if has_text else NO_TEXT)
+            logger.info("text is here again" if has_text else f"no inner step: {NO_TEXT}")
+        if not has_text:
             self._learner.stand_still()
             self._move_if_asked()
             return
@@ -130,6 +139,10 @@ class Leading:
                 self._learner.take_events(wait_s=LAST_LOSS_PAUSE_S)
         self._head.dissolve()
         self._show_replica()
+
+    def let_go(self) -> None:
+        """The replica, at once."""
+        self._head.dissolve()
 
     def _move_if_asked(self) -> None:
         move = self._coordinator.move_to
@@ -179,7 +192,7 @@ class Leading:
         rate = learning_rate(self._manifest.inner, self._manifest.end_tokens, tokens)
         stepped = self._head.step(self._batch, rate)
         if stepped is not None:
-            self._batch, self._trained = [], True
+            self._batch, self._before_batch, self._trained = [], {}, True
             self._learner.stepped(stepped, self._head.step_s)
 
     # ---- validation ------------------------------------------------------------------------------
@@ -226,7 +239,7 @@ class Leading:
     def _data_state(self) -> dict[str, Any]:
         if self._held is None:
             return self._saved
-        return self._before_batch if self._batch else self._corpus.state_dict()
+        return self._before_batch or self._corpus.state_dict()
 
     def _follow_lease(self) -> bool:
         """Read the part of the data that this peer holds a lease on, as soon as it is here; whether
@@ -241,12 +254,16 @@ class Leading:
                 self._coordinator.finish_part()
             return self._corpus.ready
         if lease != self._opening:
-            self._opening = lease
+            self._opening, self._opened_at = lease, time.monotonic()
             state = self._saved if self._held is None else {}
             if not (state and self._corpus.load_state_dict(state, part, wait=False)):
                 self._corpus.open_part(part, position, wait=False)
         if self._corpus.arrived() and self._corpus.part == part:
             self._held, self._first_epoch = lease, self._corpus.epoch
+        elif time.monotonic() > self._opened_at + LATE_TEXT_S:
+            self._opened_at = math.inf
+            words = "" if self._held is None else f"; reading part {self._held[0]} meanwhile"
+            logger.warning("the text of data part %d does not come yet%s", part, words)
         return self._corpus.ready
 
 
@@ -306,6 +323,11 @@ class Serving:
             self._take(self._follower.turn(POLL_S))
         self._follower.leave()
         self._show_replica()
+
+    def let_go(self) -> None:
+        """The replica, at once, and come to no other one."""
+        self._reservation.shut("it ends")
+        self._follower.leave()
 
     def _take(self, stepped: Stepped | None) -> None:
         if stepped is not None:
@@ -382,6 +404,8 @@ class Trainer:
         except (Move, Revised, CannotFollow) as asked:
             move = asked
         except (AveragerStuck, ChildDied, EnvironmentFault):
+            with suppress(Exception):  # what is raised says why
+                role.let_go()  # the others need not wait meanwhile
             learner.keep()
             raise
         ended = not self._stop.is_set() and move is None

@@ -124,8 +124,8 @@ class FakeCoordinator:
         self.told.append(("skip", round_number))
         self.due, self.round = None, round_number + 1
 
-    def stops(self, *, stages: int) -> bool:
-        self.told.append(("stops", stages))
+    def stops(self, *, stages: int, has_text: bool) -> bool:
+        self.told.append(("stops", stages, has_text))
         return self.stopped
 
     def announce(self) -> None:

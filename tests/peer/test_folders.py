@@ -221,7 +221,7 @@ def test_the_window_is_what_half_the_free_memory_holds(monkeypatch: pytest.Monke
     assert window_limit(4_000, NEEDS, None, CPU) == 1
     assert window_limit(9_000, NEEDS, None, CPU) == 1  # none at all would be no stage
     assert window_limit(1, NEEDS, None, CPU) == LARGEST_OWN_WINDOW
-    planned = replace(NEEDS, activations=200)
+    planned = replace(NEEDS, kept=200)
     assert window_limit(0, planned, None, CPU) == 20  # not measured yet
 
 

@@ -182,7 +182,7 @@ class TestTheHeadGoesOn:
         [end] = [each for each in below.box.ends.values() if each.key.side == "upper"]
         frame = Frame(kind="evaluate", replica="head", epoch=1, shape=PLAN.shape)
         made = tensor_frame(frame, "fp32", torch.zeros(PLAN.shape), BATCHES[0][0])
-        below.box.inbox.messages.extend([Arrived(end.key, made)] * 3)
+        below.box.inbox.messages.extend([Arrived(end.key, made)] * (PLAN.num_stages + 2))
         below.follower.turn(0.0)
         assert len(below.box.inbox.messages) == 2
 

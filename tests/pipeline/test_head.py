@@ -257,9 +257,11 @@ class TestFaultsOfLinks:
         swarm = Swarm(PLAN, spares=1)
         leader = swarm.leader
         leader.form()
+        assert leader.step(BATCHES[0]) is not None
+        swarm.settle()
         before, start = leader.members, swarm.wires.now
         swarm.peers[before[2]].worker.run_one = lambda most=0: None
-        assert leader.step(BATCHES[0]) is None
+        assert leader.step(BATCHES[1]) is None
         assert leader.members == ()
         assert STALLS * STALL_LIMIT_S <= swarm.wires.now - start < STALLS * STALL_LIMIT_S + 60
         [told] = leader.peer.telling("dissolved")
@@ -268,10 +270,26 @@ class TestFaultsOfLinks:
         assert not set(leader.members[1:]) & set(before), "they are asked again at once"
         assert leader.step(BATCHES[0]) is not None
 
+    def test_where_there_are_no_others_those_will_do(self) -> None:
+        swarm = Swarm(PLAN)
+        leader = swarm.leader
+        leader.form()
+        assert leader.step(BATCHES[0]) is not None
+        swarm.settle()
+        stuck = swarm.peers["2a"].worker
+        works, stuck.run_one = stuck.run_one, lambda most=0: None
+        assert leader.step(BATCHES[1]) is None
+        stuck.run_one = works
+        swarm.run_for(10.0)
+        assert leader.form() == ""
+        assert leader.step(BATCHES[1]) is not None
+
     def test_words_alone_are_no_progress(self) -> None:
         swarm = Swarm(PLAN)
         leader = swarm.leader
         leader.form()
+        assert leader.step(BATCHES[0]) is not None
+        swarm.settle()
         below, start = swarm.peers["1a"], swarm.wires.now
         below.busy = True
         [end] = [each for each in leader.peer.box.ends.values() if each.key.side == "lower"]
@@ -285,12 +303,14 @@ class TestFaultsOfLinks:
             below.busy = below.busy and swarm.wires.now - start < STALL_LIMIT_S + 2
 
         swarm.wires.pass_time = talks
-        assert leader.step(BATCHES[0]) is not None
+        assert leader.step(BATCHES[1]) is not None
         assert leader.head.last_fault == "stage 1 silent"
 
     def test_a_stage_that_makes_no_progress_is_a_fault(self) -> None:
         swarm = Swarm(PLAN)
         swarm.leader.form()
+        assert swarm.leader.step(BATCHES[0]) is not None
+        swarm.settle()
         below, start = swarm.peers["1a"], swarm.wires.now
         below.busy = True
         before = swarm.wires.pass_time
@@ -300,7 +320,7 @@ class TestFaultsOfLinks:
             below.busy = below.busy and swarm.wires.now - start < STALL_LIMIT_S + 2
 
         swarm.wires.pass_time = wakes
-        assert swarm.leader.step(BATCHES[0]) is not None
+        assert swarm.leader.step(BATCHES[1]) is not None
         assert swarm.wires.now - start >= STALL_LIMIT_S
         assert swarm.leader.head.last_fault == "stage 1 silent"
         check_weights(swarm)

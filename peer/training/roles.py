@@ -111,7 +111,10 @@ class Leading:
         if has_text == self._lacks_text:
             self._lacks_text = not has_text
             self._show_replica("" if has_text else NO_TEXT)
-            logger.info("text is here again" if has_text else f"no inner step: {NO_TEXT}")
+            if has_text:
+                logger.info("the text is here")
+            else:
+                logger.info("no inner step: %s", NO_TEXT)
         if not has_text:
             self._learner.stand_still()
             self._move_if_asked()

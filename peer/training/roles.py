@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 FORM_PAUSE_S = 0.5  # between two tries to form a replica, plus as much again by chance
 LAST_LOSS_PAUSE_S = 0.5
-LATE_TEXT_S = 120.0
+NO_TEXT_S, LATE_TEXT_S = 10.0, 120.0
 NO_TEXT = "the text of its part of the data is not here yet"
 PAUSED = "the operator has paused the run"
 LAST_LOSS_LIMIT_S = 30.0  # how long the run's last validation waits for all stages' last records
@@ -79,7 +79,7 @@ class Leading:
         self._stop = stop
         self._held: tuple[int, int] | None = None  # the part that is read, where it was begun
         self._opening: tuple[int, int] | None = None  # the one that is opened
-        self._lacks_text = False
+        self._tell_at: float | None = None  # that there is no text; infinite: it is told
         self._opened_at = math.inf  # monotonic; told once
         self._first_epoch = 0
         self._saved = learner.data_state()
@@ -108,13 +108,7 @@ class Leading:
             self._show_replica(PAUSED if paused else "")
             self._learner.stand_still()
             return
-        if has_text == self._lacks_text:
-            self._lacks_text = not has_text
-            self._show_replica("" if has_text else NO_TEXT)
-            if has_text:
-                logger.info("the text is here")
-            else:
-                logger.info("no inner step: %s", NO_TEXT)
+        self._tell_text(has_text)
         if not has_text:
             self._learner.stand_still()
             self._move_if_asked()
@@ -146,6 +140,21 @@ class Leading:
     def let_go(self) -> None:
         """The replica, at once."""
         self._head.dissolve()
+
+    def _tell_text(self, has_text: bool) -> None:
+        """Say that there is none, where that lasts, and when it is there again."""
+        now = time.monotonic()
+        if has_text:
+            if self._tell_at == math.inf:
+                logger.info("the text is here")
+                self._show_replica()
+            self._tell_at = None
+        elif self._tell_at is None:
+            self._tell_at = now + NO_TEXT_S
+        elif now >= self._tell_at:
+            self._tell_at = math.inf
+            logger.info("no inner step: %s", NO_TEXT)
+            self._show_replica(NO_TEXT)
 
     def _move_if_asked(self) -> None:
         move = self._coordinator.move_to

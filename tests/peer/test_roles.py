@@ -515,15 +515,20 @@ def test_the_part_before_is_read_until_the_first_text_of_the_next_one_is_here(le
     assert led.loop.fake.status.data_part == 3
 
 
-def test_without_any_text_no_replica_is_formed_and_that_is_said(tmp_path: Path) -> None:
+def test_without_any_text_no_replica_is_formed_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roles, "NO_TEXT_S", 0.0)
     late = leader(Loop(tmp_path, manifest(stages=2)))
     late.corpus.late, late.corpus.ready = True, False
-    late.role.turn()
+    for _ in range(2):
+        late.role.turn()
     assert not late.head.fed
     assert "not here yet" in late.loop.fake.status.blocked
     late.corpus.late, late.corpus.ready = False, True
     late.role.turn()
     assert late.head.fed
+    assert not late.loop.fake.status.blocked
 
 
 def test_a_snapshot_in_the_middle_of_a_step_has_the_position_before_it(led: Leader) -> None:

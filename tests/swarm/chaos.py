@@ -188,7 +188,7 @@ def _run(swarm: ProcessSwarm, chaos: Chaos, seconds: float) -> list[str]:
     for stage in STAGES:
         chaos.add_peer(stage)
     swarm.wait(lambda: all(map(_rounds, swarm.peers)), 2 * START_LIMIT_S, "all have a round")
-    before = _bootstrap_mb(swarm)
+    before, processes = _bootstrap_mb(swarm), len(family(f"{swarm.tag}.bootstrap"))
     chaos.run(seconds)
     wanted = {peer.name: _rounds(peer) + LAST_ROUNDS for peer in chaos.present}
 
@@ -199,6 +199,12 @@ def _run(swarm: ProcessSwarm, chaos: Chaos, seconds: float) -> list[str]:
     swarm.wait(whole, WHOLE_LIMIT_S, f"{LAST_ROUNDS} more rounds of all")
     for peer in chaos.present:
         peer.expected = True
+    # one that has just been started has nobody yet to share its memory with
+    swarm.wait(
+        lambda: len(family(f"{swarm.tag}.bootstrap")) >= processes,
+        START_LIMIT_S,
+        "the bootstrap is up",
+    )
     after = _bootstrap_mb(swarm)
     rounds = {stage: len(swarm.chain(stage)) for stage in (0, 1)}
     voids = sum(len(peer.of_kind("void")) for peer in swarm.peers)

@@ -145,7 +145,7 @@ def test_who_joins_and_who_exports_takes_no_weights_of_a_stranger(start_swarm: S
             # the stranger's are a standard deviation of one
             (exported,) = folder.glob("*.safetensors")
             for name, values in load_file(exported).items():
-                assert values.std() < 0.5 or "norm" in name, name
+                assert values.std() < 0.9 or "norm" in name, name
         print(f"a stranger of {len(attack.done)} claims gave {attack.done[-1]['given']} bytes")
         assert not attack.done[-1]["given"]
     swarm.wait_for_rounds(9, 60, of=members)

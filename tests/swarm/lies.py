@@ -139,8 +139,8 @@ def counts() -> None:
 
     def ghosts(self: Ticket, last: Collection[str]) -> list[object]:
         facts = _pack(self, last)
-        facts[-4] = bitmap_of(sorted(set(last)), last)
-        facts[-3] = [random.randbytes(SHORT_BYTES) for _ in range(GHOSTS)]
+        facts[-5] = bitmap_of(sorted(set(last)), last)
+        facts[-4] = [random.randbytes(SHORT_BYTES) for _ in range(GHOSTS)]
         return facts
 
     Ticket.pack = ghosts

@@ -87,8 +87,16 @@ class Alone:
         return self.member.handle(Arrived(self.key(side), frame))
 
     def forward(self, microbatch: int = 0, step: int = 0, **facts: object) -> MemberEvent | None:
+        return self._activations("forward", microbatch, step, facts)
+
+    def evaluate(self, batch: int) -> MemberEvent | None:
+        return self._activations("evaluate", batch, 0, {"round": self.peer.anchor.round})
+
+    def _activations(
+        self, kind: str, microbatch: int, step: int, facts: dict[str, object]
+    ) -> MemberEvent | None:
         frame = Frame(
-            kind="forward",
+            kind=kind,
             replica="p0",
             epoch=1,
             step=step,

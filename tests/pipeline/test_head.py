@@ -17,6 +17,15 @@ PLAN = Plan(microbatches=2)
 BATCHES = batches(TINY, 4, 2)
 
 
+def that_trains(spares: int = 0) -> Swarm:
+    """A swarm whose replica has taken an inner step."""
+    swarm = Swarm(PLAN, spares=spares)
+    swarm.leader.form()
+    assert swarm.leader.step(BATCHES[0]) is not None
+    swarm.settle()
+    return swarm
+
+
 class TestForming:
     def test_of_one_stage_nobody_else_is_needed(self) -> None:
         swarm = Swarm(Plan(num_stages=1))
@@ -254,11 +263,8 @@ class TestFaultsOfLinks:
 
     def test_members_that_answer_and_never_move_are_let_go_for_long(self) -> None:
         """Each stall was forgiven, and its head stood in that inner step for ever."""
-        swarm = Swarm(PLAN, spares=1)
+        swarm = that_trains(spares=1)
         leader = swarm.leader
-        leader.form()
-        assert leader.step(BATCHES[0]) is not None
-        swarm.settle()
         before, start = leader.members, swarm.wires.now
         swarm.peers[before[2]].worker.run_one = lambda most=0: None
         assert leader.step(BATCHES[1]) is None
@@ -271,11 +277,8 @@ class TestFaultsOfLinks:
         assert leader.step(BATCHES[0]) is not None
 
     def test_where_there_are_no_others_those_will_do(self) -> None:
-        swarm = Swarm(PLAN)
+        swarm = that_trains()
         leader = swarm.leader
-        leader.form()
-        assert leader.step(BATCHES[0]) is not None
-        swarm.settle()
         stuck = swarm.peers["2a"].worker
         works, stuck.run_one = stuck.run_one, lambda most=0: None
         assert leader.step(BATCHES[1]) is None
@@ -285,11 +288,8 @@ class TestFaultsOfLinks:
         assert leader.step(BATCHES[1]) is not None
 
     def test_words_alone_are_no_progress(self) -> None:
-        swarm = Swarm(PLAN)
+        swarm = that_trains()
         leader = swarm.leader
-        leader.form()
-        assert leader.step(BATCHES[0]) is not None
-        swarm.settle()
         below, start = swarm.peers["1a"], swarm.wires.now
         below.busy = True
         [end] = [each for each in leader.peer.box.ends.values() if each.key.side == "lower"]
@@ -307,10 +307,7 @@ class TestFaultsOfLinks:
         assert leader.head.last_fault == "stage 1 silent"
 
     def test_a_stage_that_makes_no_progress_is_a_fault(self) -> None:
-        swarm = Swarm(PLAN)
-        swarm.leader.form()
-        assert swarm.leader.step(BATCHES[0]) is not None
-        swarm.settle()
+        swarm = that_trains()
         below, start = swarm.peers["1a"], swarm.wires.now
         below.busy = True
         before = swarm.wires.pass_time

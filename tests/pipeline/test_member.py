@@ -345,17 +345,7 @@ class TestRefusals:
     def test_more_evaluations_than_any_head_asks_for(self, alone: Alone) -> None:
         """Each that was not taken below lay in memory, eight times as large as it came."""
         for number in range(20):
-            windows = BATCH[0]
-            frame = Frame(
-                kind="evaluate",
-                replica="p0",
-                epoch=1,
-                microbatch=number,
-                shape=SHAPE,
-                facts={"round": 0},
-            )
-            made = tensor_frame(frame, "fp32", torch.randn(SHAPE), windows)
-            alone.member.handle(Arrived(alone.key("upper"), made))
+            alone.evaluate(number)
             if alone.refused:
                 break
         assert alone.refused == [("upper", "flood")]

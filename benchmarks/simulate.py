@@ -4,12 +4,13 @@
     python benchmarks/simulate.py --faults                        a kill or freeze in every fifth
     python benchmarks/simulate.py --heads 4 --round-s 600 --json  one swarm, one line of JSON
     python benchmarks/simulate.py --campaign 2000                 seeded schedules of every fault
+    python benchmarks/simulate.py --campaign 200 --restless      small stages, hurt again and again
     python benchmarks/simulate.py --apply round_end               records wait for a round's end
     python benchmarks/simulate.py --liars [--quick]               members and bootstraps that lie
 
 The control code is the product's; the clock, the DHT, the network, and the numbers that would be
-averaged are simulated (benchmarks/simulation). Exits with 1 if tokens were not conserved, or if a
-chain has two records after the same one.
+averaged are simulated (benchmarks/simulation). Exits with 1 if tokens were not conserved, if a
+chain has two records after the same one, or if a restless stage stands still at the end.
 
     committed          share of all rounds that ended with a record
     every head         share of the records that hold the head's tokens that is in the fewest
@@ -45,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.report import Column, Report, parser
 from benchmarks.simulation.liars import ARCHIVE_LIES, MEMBER_LIES, Lying, Who
-from benchmarks.simulation.schedules import every_fifth_round, schedule
+from benchmarks.simulation.schedules import every_fifth_round, restless, schedule
 from benchmarks.simulation.world import Outcome, Scenario, World
 from dilocox.peer.rounds.round_end import MAX_AHEAD
 
@@ -73,6 +74,8 @@ LIAR_COLUMNS = (
 )
 QUICK_ROUNDS = 5
 TOLD_EVERY = 100  # schedules of a campaign
+LOST_ROUNDS = 20  # of 60, while a restless stage is hurt
+ARCHIVED_BEHIND = 3  # records, that are on their way
 
 Apply = Literal["arrival", "round_end"]
 
@@ -127,15 +130,26 @@ def sound(outcome: Outcome) -> bool:
     return outcome.conserved and outcome.one_chain
 
 
+def goes_on(outcome: Outcome) -> bool:
+    """Whether the stage was at work at the end, and its records in the archive."""
+    archived = outcome.archived >= outcome.last_rounds[0] - ARCHIVED_BEHIND
+    return archived and outcome.committed >= outcome.rounds - LOST_ROUNDS
+
+
 def play(scenario: Scenario) -> Outcome:
     """One schedule of a campaign."""
     logging.disable(logging.ERROR)
     return World(scenario).play()
 
 
-def campaign(report: Report, first: int, schedules: int, apply: Apply | None) -> int:
-    """Play seeded schedules, under the rule that they draw if none is given; the exit code."""
-    drawn = [schedule(seed) for seed in range(first, first + schedules)]
+def campaign(
+    report: Report, first: int, schedules: int, apply: Apply | None, *, small: bool
+) -> int:
+    """Play seeded schedules, under the rule that they draw if none is given; the exit code. small:
+    of small stages that are hurt again and again.
+    """
+    draw = restless if small else schedule
+    drawn = [draw(seed) for seed in range(first, first + schedules)]
     scenarios = [replace(each, apply=apply) if apply else each for each in drawn]
     broken: list[int] = []
     committed, rounds = Counter[Apply](), Counter[Apply]()
@@ -145,7 +159,7 @@ def campaign(report: Report, first: int, schedules: int, apply: Apply | None) ->
         for number, (scenario, outcome) in enumerate(played):
             committed[scenario.apply] += outcome.committed
             rounds[scenario.apply] += outcome.rounds
-            if not sound(outcome):
+            if not sound(outcome) or (small and not goes_on(outcome)):
                 broken.append(first + number)
             if (number + 1) % TOLD_EVERY == 0 or number + 1 == schedules:
                 shares = ", ".join(
@@ -153,7 +167,7 @@ def campaign(report: Report, first: int, schedules: int, apply: Apply | None) ->
                     for rule, count in sorted(rounds.items())
                 )
                 report.say(
-                    f"{number + 1} schedules, {shares}, {len(broken)} not conserved or forked, "
+                    f"{number + 1} schedules, {shares}, {len(broken)} not sound, "
                     f"{time.monotonic() - began:.0f} s"
                 )
     for seed in broken:
@@ -276,6 +290,9 @@ def main() -> int:
     )
     made.add_argument("--liars", action="store_true", help="members and bootstraps that lie")
     made.add_argument("--campaign", type=int, metavar="N", help="play N seeded schedules")
+    made.add_argument(
+        "--restless", action="store_true", help="a campaign of small stages, hurt again and again"
+    )
     made.add_argument("--json", action="store_true", help="one line of it, which --heads prints")
     arguments = made.parse_args()
     logging.disable(logging.ERROR)
@@ -287,7 +304,8 @@ def main() -> int:
         return 0 if sound(outcome) else 1
     report = Report("simulate", arguments.out)
     if arguments.campaign:
-        code = campaign(report, arguments.seed, arguments.campaign, arguments.apply)
+        first, schedules, small = arguments.seed, arguments.campaign, arguments.restless
+        code = campaign(report, first, schedules, arguments.apply, small=small)
     elif arguments.liars:
         code = liars(report, arguments)
     else:

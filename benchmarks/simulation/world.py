@@ -106,8 +106,9 @@ class SignedRevision:
 class Outcome:
     """What a run came to, for those who do not lie.
 
-    last_rounds: of each stage's chain. left_s: from the end of the run until the last peer had
-        left; None where one is still there. uncounted: tokens trained that are in no record.
+    last_rounds: of each stage's chain. archived: of stage 0 by the operator's archive.
+    left_s: from the end of the run until the last peer had left; None where one is still there.
+    uncounted: tokens trained that are in no record.
     rounds: that the swarm went through. committed: of them. committed_share: their share.
     every_head_share: the least share of the committed rounds, over the heads, that hold a head's
         tokens; counted from its first round on, those in which it was hurt included.
@@ -124,6 +125,7 @@ class Outcome:
     conserved: bool
     one_chain: bool
     last_rounds: tuple[int, ...] = ()
+    archived: int = -1
     uncounted: int = 0
     left_s: float | None = None
     seconds: float = 0.0
@@ -472,6 +474,7 @@ class World:
                 )
                 for stage in range(self.manifest.stages)
             ),
+            archived=self.archives[BOOTSTRAP].stages[0].log.head().round,
             uncounted=sum(
                 peer.books.trained - sum(peer.books.counted.values()) for peer in everybody
             ),

@@ -52,6 +52,7 @@ LOOKED_AHEAD = 3  # searches of the DHT that a group may take to find itself, be
 LONGEST_LEAD_S = 30.0
 FIRST_GROUPS = 2  # that wait for all who say that they train, where all are new
 STUCK_VOIDS = 3  # in a row, without a new record meanwhile
+STRAY_LIFETIMES = 4  # of records, for which it waits for those who went on where nobody follows
 GROUP_OVER = "the group's time is over"
 BOTH_VOID = "both attempts were void"
 UNHEARD = "no peer has a record of it: it counts as void"
@@ -110,7 +111,8 @@ class ExchangeDriver:
             record_lifetime_s=deadlines.record_lifetime_s, heartbeat_s=deadlines.heartbeat_s
         )
         self.voids = 0
-        self._in_vain = "", 0  # the newest record, and how many sends were void since
+        # the newest record, how many sends were void since, and the first of them when (monotonic)
+        self._in_vain = "", 0, 0.0
         # likewise, whom it missed since, or did not hear vote, where nothing was committed
         self._unreliable: tuple[str, frozenset[str]] = "", frozenset()
         self._waited_in_vain = 0  # sends in a row, whose group others did not come to
@@ -127,7 +129,7 @@ class ExchangeDriver:
     @property
     def stuck(self) -> bool:
         """Whether the sends of this peer come to nothing on the record that it has."""
-        digest, count = self._in_vain
+        digest, count, _ = self._in_vain
         return digest == self._chain.head.digest and count >= STUCK_VOIDS
 
     def rivals(self, view: SwarmView) -> frozenset[str]:
@@ -136,10 +138,23 @@ class ExchangeDriver:
         Anybody can say that it trains. So those do not count who are new where this peer is not;
         and where all are new, nobody does once they did not come again and again.
         """
-        known = self._credits(view.counted())
+        known = self._credits(self._counted(view))
         if self._waited_in_vain >= FIRST_GROUPS and max(known.values()) < VOTING_RECORDS:
             return frozenset()
         return voters(known) - {self._local.me}
+
+    def _counted(self, view: SwarmView) -> tuple[str, ...]:
+        """Whom this peer must reckon with.
+
+        Not for ever with who went on from its record with one that nobody else takes, and comes to
+        no group any more: it comes back when the operator's archive has another one.
+        """
+        counted, lifetime_s = view.counted(), self._deadlines.record_lifetime_s
+        since = self._in_vain[2]
+        if self.stuck and self._clock.monotonic() - since > STRAY_LIFETIMES * lifetime_s:
+            strays = self._chain.strays(view)
+            return tuple(peer for peer in counted if peer not in strays)
+        return counted
 
     def _credits(self, peers: Iterable[str]) -> dict[str, int]:
         """In how many records each of them was, as the newest one says."""
@@ -241,7 +256,7 @@ class ExchangeDriver:
             if late > 0:
                 self._void(job, "behind the others at the scheduled time")
             return
-        counted = view.counted()
+        counted = self._counted(view)
         alone = len(counted) == 1 or (job.nobody_came and not self.rivals(view))
         if alone and not self.alone.may_commit(self._clock.monotonic()):
             if late > 2 * self._deadlines.record_lifetime_s:
@@ -399,7 +414,10 @@ class ExchangeDriver:
         if reason not in (BOTH_VOID, UNHEARD):
             self._unreliable = "", frozenset()
         if reason != GROUP_OVER:  # to which a single head that rings too early can bring it
-            (on, count), digest = self._in_vain, self._chain.head.digest
-            self._in_vain = digest, count + 1 if on == digest else 1
+            (on, count, since), digest = self._in_vain, self._chain.head.digest
+            again = on == digest
+            self._in_vain = (
+                (digest, count + 1, since) if again else (digest, 1, self._clock.monotonic())
+            )
         self._job = None
         self._events.put(Voided(round=job.round, reason=reason, certain=certain))

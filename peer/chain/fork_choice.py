@@ -34,6 +34,7 @@ MAX_NOTED = 1000  # digests or peers
 CREDIT_ROUNDS = 10  # whose contributors stand behind what comes next
 SETTLED_RECORDS = 3  # that the witness vouched for: a fork further back is nobody's to choose
 LEAST_CREDIT = 3  # of those who go on where all others are stuck
+STUCK_LIFETIMES = 2  # of records, after which any credit will do
 STAND_IN_WEIGHT, WITNESS_WEIGHT = 1 << 20, 1 << 30  # of a bootstrap's word; a peer's is its credit
 BUSY_IN_A_ROW = 3  # answers, after which those who are known are asked
 AGAIN = 0.5  # of the times somebody known is asked who gave nothing, where nobody else is known
@@ -89,7 +90,8 @@ class Trust:
     the witness would wait for it, and it for the witness. Nor does there who is *stuck*: its rounds
     end void, and it claims nothing that the witness lacks. Others went on while it was away and the
     witness down: where its values were in most of the ten records, each would wait for the other.
-    Those who go on must have made some of the ten, `LEAST_CREDIT` in all.
+    Those who go on must have made some of the ten, `LEAST_CREDIT` in all, or any after
+    `STUCK_LIFETIMES`: where few came and went, they were in no more of them.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class Trust:
         self._now = now
         self._record_lifetime_s = record_lifetime_s
         self._at_work: dict[str, float] = {}  # when each whose values are in our chain last was
+        self._stuck_since: float | None = None  # all, but for those of too little credit
         self._credit = Credit()
         self._told: ClaimRecord | None = None  # by the witness
         self._found: tuple[tuple[str, str], int | None] = ("", ""), None
@@ -136,7 +139,7 @@ class Trust:
         if is_witness and not credit:
             return view
         if is_witness:
-            credit = _going_on(credit, view, head)
+            credit = self._going_on(credit, view, head)
         behind, of_last = Counter[str](), Counter[str]()
         for peer, claim in view.claims.items():
             behind[claim.digest] += credit[peer]
@@ -231,6 +234,22 @@ class Trust:
             for peer in peers
         }
         return {peer for peer, at in self._at_work.items() if now - at > self._record_lifetime_s}
+
+    def _going_on(self, credit: Counter[str], view: SwarmView, head: Tip) -> Counter[str]:
+        """The credit of those who are not stuck on our chain; of all where they made too little."""
+        stuck = {
+            peer
+            for peer in credit.keys() & view.claims.keys()
+            if view.claims[peer].stuck and view.claims[peer].chain_tokens <= head.chain_tokens
+        }
+        rest = Counter({peer: n for peer, n in credit.items() if peer not in stuck})
+        if not stuck or not rest or rest.total() >= LEAST_CREDIT:
+            self._stuck_since = None
+            return rest or credit
+        if self._stuck_since is None:
+            self._stuck_since = self._now()
+        long = self._now() - self._stuck_since > STUCK_LIFETIMES * self._record_lifetime_s
+        return rest if long else credit
 
     def _find(self, log: RoundLog, head: Tip) -> int | None:
         """The round of our record that the witness claims."""
@@ -342,17 +361,6 @@ class ClaimBook:
 def _counting(header: RoundRecord) -> set[str]:
     """Those whose values are in a record, of those who voted for it: not who had just come."""
     return {each.peer for each in header.contributions} & header.voters
-
-
-def _going_on(credit: Counter[str], view: SwarmView, head: Tip) -> Counter[str]:
-    """The credit of those who are not stuck on our chain; of all where they made too little."""
-    stuck = {
-        peer
-        for peer in credit.keys() & view.claims.keys()
-        if view.claims[peer].stuck and view.claims[peer].chain_tokens <= head.chain_tokens
-    }
-    rest = Counter({peer: n for peer, n in credit.items() if peer not in stuck})
-    return rest if rest.total() >= LEAST_CREDIT else credit
 
 
 def holders(view: SwarmView, digest: str) -> list[str]:

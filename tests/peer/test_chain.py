@@ -205,6 +205,22 @@ def test_only_what_is_vouched_for_is_asked_for(identities: list[Identity], tmp_p
     assert end is not None and (end.digest, end.teller) == ("d" * 64, "QmBoot")
 
 
+def test_who_is_ahead_of_all_who_count_where_the_archive_stands_has_strayed(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    behind = Behind(ChainMaker(identities[0], tmp_path, manifest_of()), [], witness="QmBoot")
+    here = behind.chain.head
+    ahead = ClaimRecord(round=0, digest="d" * 64, tokens=1, chain_tokens=99, record_bytes=1)
+    ours = replace(ahead, digest=here.digest, chain_tokens=here.chain_tokens)
+
+    def strays(**claims: ClaimRecord) -> frozenset[str]:
+        return behind.chain.strays(SwarmView(me=behind.donor.peer, claims=claims))
+
+    assert strays(QmBoot=ours, other=ahead, third=ours) == {"other"}
+    assert not strays(QmBoot=ahead, other=ahead)
+    assert not strays(other=ahead), "the archive is silent"
+
+
 def test_a_state_is_taken_where_it_is_fewer_bytes_than_the_records(behind: Behind) -> None:
     behind.answers = [ConnectionError("gone"), ConnectionError("gone")]
     behind.look(record_bytes=201, rounds=5)

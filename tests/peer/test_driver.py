@@ -14,7 +14,7 @@ from hivemind.averaging.matchmaking import (  # pyright: ignore[reportMissingTyp
 
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.averager import AveragerStuck
-from dilocox.peer.averaging.driver import FROZEN_S, ExchangeDriver
+from dilocox.peer.averaging.driver import FROZEN_S, STRAY_LIFETIMES, STUCK_VOIDS, ExchangeDriver
 from dilocox.peer.averaging.events import EventQueue, Voided
 from dilocox.peer.rounds.group import AttemptResult, ExchangeOrder, Plan, TooFew
 from dilocox.peer.rounds.record import SendFacts
@@ -53,6 +53,7 @@ class World:
             delivering=False,
             states_taken=0,
             behind=lambda view: False,
+            strays=lambda view: frozenset(),
             committed=lambda number, exchange_s, matchmaking_s: None,
         )
         averager: Any = SimpleNamespace(
@@ -247,6 +248,28 @@ def test_who_is_as_old_as_this_peer_is_not_passed_over() -> None:
     world.answer.set_exception(MatchmakingException("nobody came"))
     world.driver.tick(WITH_ANOTHER, meets_at=world.meets_at.get, search_s=0.5)
     assert world.driver.voids == 1 and not world.driver.undecided
+
+
+def test_who_went_on_where_nobody_follows_is_not_waited_for_for_ever() -> None:
+    """Two of two stood on two records, and each waited until the run's end for the other."""
+    world = World()
+    me = local_peer().me
+    world.chain.last_record = last_record(me, "other", credited=9)
+    world.chain.strays = lambda view: frozenset({"other"})
+    assert world.driver.rivals(WITH_ANOTHER) == {"other"}
+    for _ in range(STUCK_VOIDS):
+        world.answer = Future()
+        world.answer.set_exception(TooFew("1 member"))
+        world.submit()
+        world.tick_for(3 * TICK_S)
+    assert world.driver.rivals(WITH_ANOTHER) == {"other"}
+    world.clock.now += STRAY_LIFETIMES * world.deadlines.record_lifetime_s
+    assert world.driver.rivals(WITH_ANOTHER) == frozenset()
+    world.chain.strays = lambda view: frozenset()
+    assert world.driver.rivals(WITH_ANOTHER) == {"other"}
+    world.chain.strays = lambda view: frozenset({"other"})
+    world.chain.head.digest = "b" * 64  # a record came
+    assert world.driver.rivals(WITH_ANOTHER) == {"other"}
 
 
 def test_a_peer_is_stuck_once_three_sends_came_to_nothing_on_one_record() -> None:

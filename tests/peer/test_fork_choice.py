@@ -14,7 +14,14 @@ from dilocox.dht.records import ClaimRecord
 from dilocox.dht.rpc import BUSY_LIFETIMES
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.chain.chain_client import Reached
-from dilocox.peer.chain.fork_choice import MAX_NOTED, ClaimBook, Trust, holders, wins
+from dilocox.peer.chain.fork_choice import (
+    MAX_NOTED,
+    STUCK_LIFETIMES,
+    ClaimBook,
+    Trust,
+    holders,
+    wins,
+)
 from dilocox.peer.chain.store import RoundLog, Tip
 from tests.peer.clocks import TestClock
 
@@ -329,7 +336,15 @@ def test_who_is_stuck_does_not_keep_the_archive_from_those_who_go_on(clock: Test
     assert counting(trust, waiting | {"d": stuck("aa")} | strangers, last_by_d) == "aa"
     once = credited("bcd", "bcd", *["bc"] * 8)
     trust = trust_of(clock, me=WITNESS)
-    assert counting(trust, waiting | {"d": claim("bad")}, once) == "aa", "d made two of the ten"
+    only_d = waiting | {"d": claim("bb", 600, 11)}
+    assert counting(trust, only_d, once) == "aa", "d made two of the ten"
+    clock.now += STUCK_LIFETIMES * LIFETIME_S
+    assert counting(trust, only_d, once) == "aa"
+    clock.now += 1.0
+    assert counting(trust, only_d | strangers, once) == "aa bb", "nobody else goes on"
+    awake = waiting | {"b": claim("aa", 500, 9)}
+    assert counting(trust, only_d | awake, once) == "aa"
+    assert counting(trust, only_d, once) == "aa", "from now on"
 
 
 def test_the_witness_believes_half_and_forgets_who_is_gone(clock: TestClock) -> None:

@@ -12,7 +12,7 @@ from benchmarks.simulation.clock import START, Timeline
 from benchmarks.simulation.dht import SimulatedSwarm
 from benchmarks.simulation.liars import MEMBER_LIES, Lying, Who
 from benchmarks.simulation.peer import SimulatedPeer
-from benchmarks.simulation.schedules import schedule
+from benchmarks.simulation.schedules import restless, schedule
 from benchmarks.simulation.world import TOKENS_PER_STEP, Fault, Outcome, Scenario, World
 from dilocox.dht.records import ReplicaRecord
 from dilocox.peer.averaging.loop_status import LoopStatus
@@ -245,6 +245,15 @@ def test_a_stage_that_a_cut_kept_rounds_ahead_has_the_others_come_to_it() -> Non
     assert outcome.last_rounds[0] == outcome.last_rounds[1]
     assert outcome.committed >= outcome.rounds - max(heads[1]) + min(heads[0]) - 4
     assert outcome.lost_share < 0.2
+
+
+@pytest.mark.parametrize("seed", sweep((221, 28, 66, 50)))
+def test_a_small_stage_that_is_hurt_again_and_again_goes_on_in_one_chain(seed: int) -> None:
+    """Who made most of the last records was away while others went on, and neither followed."""
+    outcome = World(restless(seed)).play()
+    assert outcome.conserved and outcome.one_chain
+    assert outcome.archived >= outcome.last_rounds[0] - 1
+    assert outcome.committed >= outcome.rounds - 12
 
 
 @APPLY

@@ -53,6 +53,7 @@ LONGEST_LEAD_S = 30.0
 FIRST_GROUPS = 2  # that wait for all who say that they train, where all are new
 STUCK_VOIDS = 3  # in a row, without a new record meanwhile
 STRAY_LIFETIMES = 4  # of records, for which it waits for those who went on where nobody follows
+TAKEN_S = 900.0  # and longer, where the operator's archive may be about to take what they have
 GROUP_OVER = "the group's time is over"
 BOTH_VOID = "both attempts were void"
 UNHEARD = "no peer has a record of it: it counts as void"
@@ -111,8 +112,9 @@ class ExchangeDriver:
             record_lifetime_s=deadlines.record_lifetime_s, heartbeat_s=deadlines.heartbeat_s
         )
         self.voids = 0
-        # the newest record, how many sends were void since, and the first of them when (monotonic)
-        self._in_vain = "", 0, 0.0
+        self._in_vain = "", 0  # the newest record, and how many sends were void since
+        self._strays: dict[str, tuple[float, bool]] = {}  # since when (monotonic), whether known
+        self._passed_over = frozenset[str]()  # of them
         # likewise, whom it missed since, or did not hear vote, where nothing was committed
         self._unreliable: tuple[str, frozenset[str]] = "", frozenset()
         self._waited_in_vain = 0  # sends in a row, whose group others did not come to
@@ -129,7 +131,7 @@ class ExchangeDriver:
     @property
     def stuck(self) -> bool:
         """Whether the sends of this peer come to nothing on the record that it has."""
-        digest, count, _ = self._in_vain
+        digest, count = self._in_vain
         return digest == self._chain.head.digest and count >= STUCK_VOIDS
 
     def rivals(self, view: SwarmView) -> frozenset[str]:
@@ -144,17 +146,24 @@ class ExchangeDriver:
         return voters(known) - {self._local.me}
 
     def _counted(self, view: SwarmView) -> tuple[str, ...]:
-        """Whom this peer must reckon with.
+        """Whom this peer must reckon with."""
+        return tuple(peer for peer in view.counted() if peer not in self._passed_over)
 
-        Not for ever with who went on from its record with one that nobody else takes, and comes to
-        no group any more: it comes back when the operator's archive has another one.
+    def _look_for_strays(self, view: SwarmView) -> None:
+        """Who went on from our record with one that nobody else takes comes to no group any more:
+        it comes back when the operator's archive has another one. So it is not waited for for ever.
         """
-        counted, lifetime_s = view.counted(), self._deadlines.record_lifetime_s
-        since = self._in_vain[2]
-        if self.stuck and self._clock.monotonic() - since > STRAY_LIFETIMES * lifetime_s:
-            strays = self._chain.strays(view)
-            return tuple(peer for peer in counted if peer not in strays)
-        return counted
+        found, now = self._chain.strays(view) if self.stuck else {}, self._clock.monotonic()
+        self._strays = {
+            peer: (self._strays[peer][0] if peer in self._strays else now, known)
+            for peer, known in found.items()
+        }
+        least_s = STRAY_LIFETIMES * self._deadlines.record_lifetime_s
+        self._passed_over = frozenset(
+            peer
+            for peer, (since, known) in self._strays.items()
+            if now - since > least_s + (TAKEN_S if known else 0.0)
+        )
 
     def _credits(self, peers: Iterable[str]) -> dict[str, int]:
         """In how many records each of them was, as the newest one says."""
@@ -201,6 +210,7 @@ class ExchangeDriver:
         Raises:
             AveragerStuck: the averaging process hangs.
         """
+        self._look_for_strays(view)
         job, gap_s = self._job, self._clock.monotonic() - self._ticked_at
         self._ticked_at += gap_s
         if job is None:
@@ -414,10 +424,7 @@ class ExchangeDriver:
         if reason not in (BOTH_VOID, UNHEARD):
             self._unreliable = "", frozenset()
         if reason != GROUP_OVER:  # to which a single head that rings too early can bring it
-            (on, count, since), digest = self._in_vain, self._chain.head.digest
-            again = on == digest
-            self._in_vain = (
-                (digest, count + 1, since) if again else (digest, 1, self._clock.monotonic())
-            )
+            (on, count), digest = self._in_vain, self._chain.head.digest
+            self._in_vain = digest, count + 1 if on == digest else 1
         self._job = None
         self._events.put(Voided(round=job.round, reason=reason, certain=certain))

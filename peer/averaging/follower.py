@@ -146,15 +146,16 @@ class ChainFollower:
             return True
         return self._best(counting) is not None
 
-    def strays(self, view: SwarmView) -> frozenset[str]:
+    def strays(self, view: SwarmView) -> dict[str, bool]:
         """Who claims more than our newest record, where nobody to be believed does, and the
-        operator's archive stands where we do."""
+        operator's archive stands where we do; and whether it is of those who may be believed later.
+        """
         counting = self._counting(view).claims
         if not self._trust.witnessed(self.head.digest):
-            return frozenset()
+            return {}
         claimed = view.claims.items()
         ahead = {peer for peer, each in claimed if each.chain_tokens > self.head.chain_tokens}
-        return frozenset(ahead - counting.keys())
+        return {peer: self._trust.knows(peer) for peer in ahead - counting.keys()}
 
     def stands_on(self, digest: str, rules: int) -> bool:
         """Whether the record of this digest is in this chain, or one under these rules, which can

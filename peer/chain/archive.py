@@ -310,6 +310,7 @@ class StageArchive:
         self._building: asyncio.Task[Generation] | None = None
         self._replaces = False  # what is being built: the chain, and not only the state
         self._not_before = 0.0
+        self._grown = False  # since it began: so it has not been away for long
         self._book = ClaimBook(record_lifetime_s=record_lifetime_s, now=now)
         self._trust = Trust(me=me, witness=witness, record_lifetime_s=record_lifetime_s, now=now)
 
@@ -395,6 +396,16 @@ class StageArchive:
             self._book.came(claim.digest)
             self._book.gave(peer)
             forked = reach.fork_round is not None
+            if reach.too_far and self._grown and not self._trust.may_replace(claim.digest):
+                logger.error(
+                    "alarm: %s: no records lead to round %d of %s, which is not taken; if this "
+                    "bootstrap was cut off for long, start it again",
+                    self,
+                    claim.round,
+                    peer[-6:],
+                )
+                self._book.ignore(claim.digest)
+                continue
             if reach.too_far or (forked and self._wins(claim.digest, reach)):
                 self._cannot_follow(view, claim, reach)
             elif forked:
@@ -406,10 +417,12 @@ class StageArchive:
         return self._trust.wins(digest, reach, self._current.log, self._current.head)
 
     async def _catch_up(self, generation: Generation, peers: Sequence[str], digest: str) -> Reached:
+        before = generation.head.digest
         try:
             return await self._chain(peers).catch_up(generation.log, digest)
         finally:
             generation.grown()
+            self._grown |= generation.head.digest != before
 
     def _chain(self, peers: Sequence[str]) -> ChainClient:
         return ChainClient(self._client, self._check, peers, compute=self._compute)

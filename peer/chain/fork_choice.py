@@ -14,6 +14,7 @@ One book serves a peer (averaging/follower.py), another one each stage of an arc
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -110,7 +111,9 @@ class Trust:
         self._now = now
         self._record_lifetime_s = record_lifetime_s
         self._at_work: dict[str, float] = {}  # when each whose values are in our chain last was
-        self._stuck_since: float | None = None  # all, but for those of too little credit
+        # all, but for those of too little credit: on which record, since when, until when seen
+        self._stuck = "", 0.0, -math.inf
+        self._backed: set[str] = set()  # digests that half of all behind our last records claim
         self._credit = Credit()
         self._told: ClaimRecord | None = None  # by the witness
         self._found: tuple[tuple[str, str], int | None] = ("", ""), None
@@ -131,6 +134,8 @@ class Trust:
             self._settled = told.digest
         self._credit.look(log, head)
         credit, last, is_witness = self._credit.records, self._credit.last, self.is_witness
+        if is_witness:
+            self._backed = _backed(view, credit)
         idle = self._idle(view, credit)
         if is_witness and self._now() >= self._all_told_at:
             credit = Counter({peer: n for peer, n in credit.items() if peer in view.claims})
@@ -226,6 +231,15 @@ class Trust:
             return len(given_up) <= SETTLED_RECORDS
         return not given_up and wins(reach, log, head)
 
+    def may_replace(self, digest: str) -> bool:
+        """Whether the state behind this claim may take the place of our chain, where no records
+        lead from that to it.
+
+        Of a witness, whose chain nobody is to end by saying that it has no older records: with half
+        of all whose values are in its last ones.
+        """
+        return not self.is_witness or not self.has_chain or digest in self._backed
+
     def _idle(self, view: SwarmView, peers: Collection[str]) -> set[str]:
         """Those of them who claim that they are, and have for a record lifetime."""
         now, claims = self._now(), view.claims
@@ -244,12 +258,13 @@ class Trust:
         }
         rest = Counter({peer: n for peer, n in credit.items() if peer not in stuck})
         if not stuck or not rest or rest.total() >= LEAST_CREDIT:
-            self._stuck_since = None
+            self._stuck = "", 0.0, -math.inf
             return rest or credit
-        if self._stuck_since is None:
-            self._stuck_since = self._now()
-        long = self._now() - self._stuck_since > STUCK_LIFETIMES * self._record_lifetime_s
-        return rest if long else credit
+        (on, since, seen_at), now = self._stuck, self._now()
+        if on != head.digest or now - seen_at > self._record_lifetime_s:
+            since = now
+        self._stuck = head.digest, since, now
+        return rest if now - since > STUCK_LIFETIMES * self._record_lifetime_s else credit
 
     def _find(self, log: RoundLog, head: Tip) -> int | None:
         """The round of our record that the witness claims."""
@@ -356,6 +371,14 @@ class ClaimBook:
     def donors(self, peers: Collection[str]) -> list[str]:
         """Those of them to ask for a state: liars only where there is nobody else."""
         return [peer for peer in peers if peer not in self._liars] or list(peers)
+
+
+def _backed(view: SwarmView, credit: Counter[str]) -> set[str]:
+    """The digests that half of these claim, who may be away, idle or stuck."""
+    behind = Counter[str]()
+    for peer, claim in view.claims.items():
+        behind[claim.digest] += credit[peer]
+    return {digest for digest, count in behind.items() if count and 2 * count >= credit.total()}
 
 
 def _counting(header: RoundRecord) -> set[str]:

@@ -32,6 +32,7 @@ from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.chain.uploads import Source
 from dilocox.peer.rounds.outer_step import OuterStep
 from dilocox.pipeline.stage import build_stage, flatten_parameters, stage_layout
+from tests.peer.clocks import TestClock
 from tests.peer.kept_chains import MODEL, RUN, ChainMaker
 from tests.peer.memory_swarm import MemorySwarm, on_any_chain
 
@@ -309,6 +310,28 @@ def test_the_operator_s_archive_takes_no_record_of_strangers_and_never_leaves_it
     donor.train(2)
     assert kept.look(donor, stranger) == donor.claim()
     assert {peer for peer, _ in kept.swarm.asked} == {donor.peer}, "the stranger is not even asked"
+
+
+def test_nobody_ends_the_operator_s_chain_by_keeping_no_older_records(
+    donor: ChainMaker, identities: list[Identity], tmp_path: Path
+) -> None:
+    """Its members are gone, so it goes on with whoever comes; but not from a state of theirs."""
+    stranger, clock = maker(identities[1], tmp_path / "stranger"), TestClock()
+    donor.train(0, 1)
+    stranger.train(*range(6))
+    stranger.snapshot()
+    stranger.log.prune(keep=2)
+    kept = Kept(tmp_path / "kept", donor, stranger, witness=ME, now=clock.monotonic)
+    assert kept.look(donor) == donor.claim()
+    clock.now += 61.0
+    assert kept.look(stranger) == donor.claim()
+    assert "state" not in {want["what"] for _, want in kept.swarm.asked}
+    donor.train(2)
+    assert kept.look(stranger, donor) == donor.claim()
+    # it was down, and all that came after its chain may be gone with those who made it
+    again = Kept(tmp_path / "kept", donor, stranger, witness=ME, now=clock.monotonic)
+    clock.now += 61.0
+    assert again.look(stranger) == stranger.claim()
 
 
 def test_the_operator_s_archive_begins_and_tells_whatever_strangers_claim(

@@ -213,10 +213,10 @@ def test_who_is_ahead_of_all_who_count_where_the_archive_stands_has_strayed(
     ahead = ClaimRecord(round=0, digest="d" * 64, tokens=1, chain_tokens=99, record_bytes=1)
     ours = replace(ahead, digest=here.digest, chain_tokens=here.chain_tokens)
 
-    def strays(**claims: ClaimRecord) -> frozenset[str]:
+    def strays(**claims: ClaimRecord) -> dict[str, bool]:
         return behind.chain.strays(SwarmView(me=behind.donor.peer, claims=claims))
 
-    assert strays(QmBoot=ours, other=ahead, third=ours) == {"other"}
+    assert strays(QmBoot=ours, other=ahead, third=ours) == {"other": False}
     assert not strays(QmBoot=ahead, other=ahead)
     assert not strays(other=ahead), "the archive is silent"
 

@@ -14,7 +14,13 @@ from hivemind.averaging.matchmaking import (  # pyright: ignore[reportMissingTyp
 
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.averager import AveragerStuck
-from dilocox.peer.averaging.driver import FROZEN_S, STRAY_LIFETIMES, STUCK_VOIDS, ExchangeDriver
+from dilocox.peer.averaging.driver import (
+    FROZEN_S,
+    STRAY_LIFETIMES,
+    STUCK_VOIDS,
+    TAKEN_S,
+    ExchangeDriver,
+)
 from dilocox.peer.averaging.events import EventQueue, Voided
 from dilocox.peer.rounds.group import AttemptResult, ExchangeOrder, Plan, TooFew
 from dilocox.peer.rounds.record import SendFacts
@@ -53,7 +59,7 @@ class World:
             delivering=False,
             states_taken=0,
             behind=lambda view: False,
-            strays=lambda view: frozenset(),
+            strays=lambda view: {},
             committed=lambda number, exchange_s, matchmaking_s: None,
         )
         averager: Any = SimpleNamespace(
@@ -250,26 +256,47 @@ def test_who_is_as_old_as_this_peer_is_not_passed_over() -> None:
     assert world.driver.voids == 1 and not world.driver.undecided
 
 
-def test_who_went_on_where_nobody_follows_is_not_waited_for_for_ever() -> None:
+@pytest.mark.parametrize(("known", "more_s"), [(False, 0.0), (True, TAKEN_S)])
+def test_who_went_on_where_nobody_follows_is_not_waited_for_for_ever(
+    known: bool, more_s: float
+) -> None:
     """Two of two stood on two records, and each waited until the run's end for the other."""
     world = World()
+    world.view = WITH_ANOTHER
     me = local_peer().me
     world.chain.last_record = last_record(me, "other", credited=9)
-    world.chain.strays = lambda view: frozenset({"other"})
-    assert world.driver.rivals(WITH_ANOTHER) == {"other"}
-    for _ in range(STUCK_VOIDS):
-        world.answer = Future()
-        world.answer.set_exception(TooFew("1 member"))
-        world.submit()
-        world.tick_for(3 * TICK_S)
-    assert world.driver.rivals(WITH_ANOTHER) == {"other"}
-    world.clock.now += STRAY_LIFETIMES * world.deadlines.record_lifetime_s
-    assert world.driver.rivals(WITH_ANOTHER) == frozenset()
-    world.chain.strays = lambda view: frozenset()
-    assert world.driver.rivals(WITH_ANOTHER) == {"other"}
-    world.chain.strays = lambda view: frozenset({"other"})
+
+    def void(times: int) -> None:
+        for _ in range(times):
+            world.answer = Future()
+            world.answer.set_exception(TooFew("1 member"))
+            world.submit()
+            world.tick_for(3 * TICK_S)
+
+    def waits() -> bool:
+        world.tick()
+        return world.driver.rivals(WITH_ANOTHER) == {"other"}
+
+    patience_s = STRAY_LIFETIMES * world.deadlines.record_lifetime_s + more_s
+    void(STUCK_VOIDS)
+    world.clock.now += 2 * patience_s
+    world.chain.strays = lambda view: {"other": known}
+    assert waits(), "it was not seen to have strayed before"
+    world.clock.now += patience_s - TICK_S
+    assert waits()
+    world.clock.now += TICK_S
+    assert not waits()
+    world.tick_for(world.deadlines.record_lifetime_s + 1.0)
+    void(1)
+    assert world.orders[-1].counted == (me,)
+    world.chain.strays = lambda view: {}
+    assert waits()
+    world.chain.strays = lambda view: {"other": known}
+    assert waits(), "from now on"
+    world.clock.now += patience_s + TICK_S
+    assert not waits()
     world.chain.head.digest = "b" * 64  # a record came
-    assert world.driver.rivals(WITH_ANOTHER) == {"other"}
+    assert waits()
 
 
 def test_a_peer_is_stuck_once_three_sends_came_to_nothing_on_one_record() -> None:

@@ -254,6 +254,7 @@ def test_a_small_stage_that_is_hurt_again_and_again_goes_on_in_one_chain(seed: i
     assert outcome.conserved and outcome.one_chain
     assert outcome.archived >= outcome.last_rounds[0] - 1
     assert outcome.committed >= outcome.rounds - 12
+    assert outcome.lost_share < 0.06
 
 
 @APPLY

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.swarm import disks
-from tests.swarm.harness import LEAVE_LIMIT_S, Peer, ProcessSwarm, Replica
+from tests.swarm.harness import Peer, ProcessSwarm, Replica
 from tests.swarm.links import Links
 from tests.swarm.processes import send_signal
 
@@ -134,12 +134,7 @@ class Injury:
                 assert self._filler is not None
                 self._filler.unlink()  # a peer that has ended by it is started again by others
             case "leave":
-                swarm.wait(
-                    lambda: victim.child.returncode is not None,
-                    LEAVE_LIMIT_S,
-                    f"{victim.name} has left",
-                )
-                assert victim.child.returncode == 0, victim.log_text()[-2000:]
+                assert swarm.wait_until_left(victim) == 0, victim.log_text()[-2000:]
                 swarm.restart(victim)
             case _:
                 pass  # without p2pd a peer starts itself again

@@ -322,7 +322,8 @@ class ProcessSwarm:
 
     def environment(self, name: str) -> dict[str, str]:
         caches = {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / "cache")}  # stays, as caches do
-        return {TAG: f"{self.tag}.{name}", "TMPDIR": str(self._temporary), **caches}
+        own = {TAG: f"{self.tag}.{name}", "TMPDIR": str(self._temporary)}
+        return {"PYTHONFAULTHANDLER": "1", **own, **caches}
 
     # ---- watching --------------------------------------------------------------------------------
     def look(self) -> None:
@@ -488,8 +489,20 @@ class ProcessSwarm:
         """SIGTERM a peer and wait for its end; its exit code."""
         peer.expected = False
         peer.child.terminate()
-        self.wait(lambda: peer.child.returncode is not None, LEAVE_LIMIT_S, f"{peer.name} has left")
-        code = peer.child.returncode
+        return self.wait_until_left(peer)
+
+    def wait_until_left(self, peer: Peer) -> int:
+        """Wait for the end of a peer that was told to leave; its exit code. Where it does not come,
+        the stacks of its threads are in its log.
+        """
+        child = peer.child
+        try:
+            self.wait(lambda: child.returncode is not None, LEAVE_LIMIT_S, f"{peer.name} has left")
+        except AssertionError:
+            os.kill(child.pid, signal.SIGABRT)
+            child.wait(GONE_LIMIT_S)
+            raise
+        code = child.returncode
         assert code is not None
         return code
 
@@ -521,7 +534,7 @@ class ProcessSwarm:
         files = [str(path) for path in self._temporary.iterdir() if path not in others]
         return processes + files + shared_memory(self._pids, self._before)
 
-    def tails(self, lines: int = 25) -> str:
+    def tails(self, lines: int = 100) -> str:
         """The ends of all logs, for a test that failed."""
         told: list[str] = []
         for log in sorted(self.folder.glob("*.log")):

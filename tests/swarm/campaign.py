@@ -75,8 +75,12 @@ def _deck(names: tuple[str, ...], count: int, randomly: random.Random) -> list[s
     return deck
 
 
+class NotRunning(Exception):
+    """A peer has ended, or starts."""
+
+
 class Injury:
-    """One fault done to one peer. All that takes time is done before `strike`.
+    """One fault done to one peer. All that takes time is done before `strike`; raises NotRunning.
 
     kind: one of `KINDS`, or "slow", its link, or "disk": its state folder, which must be a small
     disk of its own, is full.
@@ -89,7 +93,10 @@ class Injury:
         self._filler: Path | None = None
         # the main process first: in a tick another one could say that it lives
         self._processes = sorted(victim.processes(), key=lambda each: each.pid != victim.child.pid)
-        self._p2pd = victim.p2pd().pid
+        p2pd = next((each.pid for each in self._processes if each.name == "p2pd"), None)
+        if p2pd is None or victim.child.returncode is not None:
+            raise NotRunning(victim.name)
+        self._p2pd = p2pd
 
     @property
     def lasts(self) -> bool:

@@ -22,7 +22,7 @@ from dilocox.peer.rounds.group import tokens_cap
 from dilocox.peer.rounds.record import RoundRecord
 from dilocox.peer.rounds.standing import most_tokens
 from tests.swarm import disks, links
-from tests.swarm.campaign import Injury
+from tests.swarm.campaign import Injury, NotRunning
 from tests.swarm.harness import START_LIMIT_S, Peer, ProcessSwarm, peer_name
 from tests.swarm.links import Links
 from tests.swarm.processes import family
@@ -118,18 +118,17 @@ class Chaos:
         suffering = [each.victim for each in hurt]
         victim = randomly.choice([peer for peer in self.present if peer not in suffering])
         kind = randomly.choice(kinds)
-        if victim.child.returncode is not None or "p2pd" not in {
-            process.name for process in victim.processes()
-        }:
-            return None
         if kind == "replace" and self.done[kind] == NEWCOMERS:
+            return None
+        try:
+            injury = Injury(self.swarm, victim, kind)
+        except NotRunning:
             return None
         self._note(kind, f"{kind} {victim.name} of stage {victim.stage}, {victim.doing}")
         if kind == "replace":
             victim.expected = False
             victim.child.terminate()
             return _Hurt(kind, mend_at, victim, lambda: self._replace(victim))
-        injury = Injury(self.swarm, victim, kind)
         victim.expected = False  # until the end it may end by itself
         injury.strike()
         return _Hurt(kind, mend_at, victim, lambda: self._remedy(injury))

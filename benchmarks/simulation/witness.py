@@ -62,8 +62,7 @@ class SimulatedArchive:
     def _keeping(self, stage: int, root: str) -> Keeping:
         lifetime_s, now = self._lifetime_s, lambda: self._timeline.now
         trust = Trust(me=self.me, witness=BOOTSTRAP, record_lifetime_s=lifetime_s, now=now)
-        book = ClaimBook(record_lifetime_s=lifetime_s, now=now)
-        return Keeping(stage, SimulatedLog(root), trust, book)
+        return Keeping(stage, SimulatedLog(root), trust, ClaimBook(trust))
 
     def _tick(self) -> None:
         self._timeline.after(LOOK_S, self._tick)
@@ -107,7 +106,7 @@ class SimulatedArchive:
             theirs = next((log.up_to(claim.digest) for log in having), None)
             shared = 0 if theirs is None else kept.log.after_common(theirs)
             if theirs is None or not all(record.sound for _, record in theirs.chain[shared:]):
-                kept.book.failed(claim.digest)
+                kept.book.failed(claim.digest, ConnectionError("nobody gives it"))
                 continue
             kept.book.came(claim.digest)
             if shared < len(kept.log.chain) and not self._leaves(kept, claim, theirs, shared):

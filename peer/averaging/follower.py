@@ -108,15 +108,14 @@ class ChainFollower:
         self._no_state_before = 0.0  # monotonic: until then no state would save bytes
         self._record_lifetime_s = local.manifest.deadlines.record_lifetime_s
         self._wanted: ClaimRecord | None = None  # what was looked for last
-        lifetime_s, now = self._record_lifetime_s, local.clock.monotonic
-        self._book = ClaimBook(record_lifetime_s=lifetime_s, now=now)
         self._trust = Trust(
             me=local.me,
             witness=local.witness,
             stand_ins=frozenset(local.dht.bootstraps),
-            record_lifetime_s=lifetime_s,
-            now=now,
+            record_lifetime_s=self._record_lifetime_s,
+            now=local.clock.monotonic,
         )
+        self._book = ClaimBook(self._trust)
         self._follows = False  # since it took part in a record, or began
         self._asked = ""  # of whom the last records or state were
         self._donor, self.since_state = "", 0  # who gave the last state
@@ -244,7 +243,7 @@ class ChainFollower:
             self._averager.catch_up(
                 peer, stated.digest, limit_bytes=limit_bytes, back_to=min(unsettled, default=None)
             ),
-            self._reached,
+            lambda reach: self._reached(reach, stated.digest),
             WALK_LIMIT_S,
         )
 
@@ -272,7 +271,7 @@ class ChainFollower:
         self._begin(future, lambda found: self._got_state(found, needed))
 
     def _chosen(self, view: SwarmView, peers: Sequence[str]) -> str:
-        self._asked = self._book.chosen(self._trust, view.within_reach(peers))
+        self._asked = self._book.chosen(view.within_reach(peers))
         return self._asked
 
     def _donors(self, view: SwarmView, needed: _StateNeeded) -> list[str]:
@@ -321,13 +320,13 @@ class ChainFollower:
             logger.error("alarm: %s; taking a state from another peer", error)
             self._state_needed = _StateNeeded()
             unproven = isinstance(error, AnchorWrong) and self.since_state < PROVING_RECORDS
-            if unproven and self._donor and self._book.lied(self._donor):  # nobody else has one
-                self._not_before = self._clock.monotonic() + self._record_lifetime_s / 2
+            if unproven and self._donor:
+                self._not_before = self._clock.monotonic() + self._book.lied(self._donor)
             if not isinstance(error, AnchorLost):
                 self._events.lease.give_back()  # to be saved and validated meanwhile
         except NoState as error:
             logger.info("nobody has a newer state yet: %s", error)
-            self._book.asked_in_vain(self._asked)
+            self._book.asked_in_vain(self._asked, error)
             if self._state_needed is not None and self._state_needed.saves_bytes:
                 self._state_needed = None
                 self._no_state_before = self._clock.monotonic() + self._record_lifetime_s
@@ -335,23 +334,22 @@ class ChainFollower:
         except TooSlow as error:
             logger.info("looking for a faster peer: %s", error)
             self._slow.add(self._asked)
-            self._book.asked_in_vain(self._asked)
-        except PeerBusy as error:
-            logger.info("%s", error)
-            self._book.busy(self._asked, known=self._trust.knows(self._asked))
-            if self._state_needed is None:
-                self._doubt(busy=True)
-            self._not_before = self._clock.monotonic() + PAUSE_AFTER_FAILURE_S
+            self._book.asked_in_vain(self._asked, error)
         except (ConnectionError, RecordRefused, CallRefused, asyncio.TimeoutError) as error:
-            reason, pause_s = str(error) or type(error).__name__, PAUSE_AFTER_FAILURE_S
-            logger.warning("catching up failed; trying again: %s", reason)
-            self._book.asked_in_vain(self._asked)
-            if self._state_needed is None:
-                self._doubt()
+            if isinstance(error, PeerBusy):
+                logger.info("%s", error)
+            else:
+                reason = str(error) or type(error).__name__
+                logger.warning("catching up failed; trying again: %s", reason)
+            self._book.asked_in_vain(self._asked, error)
+            pause_s = 0.0
             # a state may be gigabytes over a line that breaks: that says nothing of the claim
-            elif isinstance(error, RecordRefused | CallRefused):
-                pause_s = self._blame()
-            self._not_before = self._clock.monotonic() + pause_s
+            if self._state_needed is not None and isinstance(error, RecordRefused | CallRefused):
+                pause_s = self._book.lied(self._asked)
+            # one wrong state speaks against who gave it; against the claim, those of all
+            if self._state_needed is None or pause_s:
+                self._doubt(error)
+            self._not_before = self._clock.monotonic() + max(pause_s, PAUSE_AFTER_FAILURE_S)
         else:
             self._on_done(result)
 
@@ -369,7 +367,8 @@ class ChainFollower:
         )
         self._hand_over(event, lambda: self._switched(record.round, applied.anchor_sha256))
 
-    def _reached(self, reach: Reached) -> None:
+    def _reached(self, reach: Reached, wanted: str) -> None:
+        """wanted: digest of the record that was walked back from."""
         self._told = reach.told
         self._book.gave(self._asked)
         if reach.fork_round is None:
@@ -379,7 +378,6 @@ class ChainFollower:
                 )
             self._refresh()
             return
-        wanted = "" if self._wanted is None else self._wanted.digest
         if self._trust.wins(wanted, reach, self._log, self.head):
             logger.error(
                 "alarm: two certified chains since round %d; switching to the one %s",
@@ -387,7 +385,7 @@ class ChainFollower:
                 "of the operator's archive" if self._trust.witnessed(wanted) else "of more tokens",
             )
             self._state_needed = _StateNeeded(fork_round=reach.fork_round)
-        elif wanted:
+        else:
             if self._trust.witnessed(wanted):
                 logger.error(
                     "alarm: the operator's archive is on another chain since round %d, which it "
@@ -415,28 +413,14 @@ class ChainFollower:
         self._slow.clear()
         self._hand_over(event, lambda: self._switched(state.round, state.anchor_sha256))
 
-    def _doubt(self, *, busy: bool = False) -> None:
-        """What was looked for could not be had. Whose records came, if not all, is not doubted."""
-        before = self.head.round
+    def _doubt(self, error: Exception) -> None:
+        """What was looked for could not be had."""
+        claim, before = self._wanted, self.head.round
         self._refresh()
-        if self._wanted is None:
-            return
-        if self.head.round > before:
-            self._book.came(self._wanted.digest)
-        elif self._book.failed(self._wanted.digest, busy=busy):
-            logger.warning(
-                "no peer serves the record of round %d; ignoring its claim", self._wanted.round
-            )
+        came = self.head.round > before
+        if claim is not None and self._book.failed(claim.digest, error, came=came):
+            logger.warning("no peer serves the record of round %d; ignoring its claim", claim.round)
             self._state_needed = None  # the next best claim may need none
-
-    def _blame(self) -> float:
-        """One donor's wrong state speaks against that donor; against the claim, those of all. How
-        long to wait: nobody's traffic is to be spent on one wrong state after the other.
-        """
-        if not self._book.lied(self._asked):
-            return PAUSE_AFTER_FAILURE_S
-        self._doubt()
-        return self._record_lifetime_s / 2
 
     def _hand_over(self, event: Event, then: Callable[[], None]) -> None:
         self._untaken = (event, then)

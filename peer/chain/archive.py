@@ -33,7 +33,7 @@ from typing import Any
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.files import make_folder, sync
 from dilocox.dht.records import ClaimRecord
-from dilocox.dht.rpc import REFUSED, CallRefused, Client, PeerBusy
+from dilocox.dht.rpc import REFUSED, CallRefused, Client
 from dilocox.dht.swarm_view import SwarmView, that_count
 from dilocox.peer.chain.chain_client import ChainClient, Compute, NoState, Reached
 from dilocox.peer.chain.fork_choice import ClaimBook, Trust, holders
@@ -289,7 +289,6 @@ class StageArchive:
         self._folder = folder
         self._me = me
         self._check = check
-        self._record_lifetime_s = record_lifetime_s
         self._client = client
         self._compute = compute
         self._replaying = replaying or asyncio.Lock()
@@ -311,8 +310,8 @@ class StageArchive:
         self._replaces = False  # what is being built: the chain, and not only the state
         self._not_before = 0.0
         self._grown = False  # since it began: so it has not been away for long
-        self._book = ClaimBook(record_lifetime_s=record_lifetime_s, now=now)
         self._trust = Trust(me=me, witness=witness, record_lifetime_s=record_lifetime_s, now=now)
+        self._book = ClaimBook(self._trust)
 
     @property
     def round(self) -> int:
@@ -386,7 +385,7 @@ class StageArchive:
         if self._trust.is_witness and self._current.head.round < 0:
             random.shuffle(ahead)  # nobody is known yet: who claims the most may have nothing
         for claim in ahead[:TRIED_AT_ONCE]:
-            peer = self._book.chosen(self._trust, holders(view, claim.digest))
+            peer = self._book.chosen(holders(view, claim.digest))
             before = self._current.head.round
             try:
                 reach = await self._catch_up(self._current, [peer], claim.digest)
@@ -440,17 +439,11 @@ class StageArchive:
             self._replaces = True
 
     def _doubt(self, claim: ClaimRecord, peer: str, error: Exception, *, came: bool) -> None:
-        if came:
-            self._book.came(claim.digest)
-            return
-        busy = isinstance(error, PeerBusy)
-        if busy:
-            self._book.busy(peer, known=self._trust.knows(peer))
-        else:
-            self._book.asked_in_vain(peer)
-        if not self._book.failing(claim.digest):
-            logger.info("%s: round %d from %s: %s", self, claim.round, peer[-6:], _said(error))
-        if self._book.failed(claim.digest, busy=busy):
+        if not came:
+            self._book.asked_in_vain(peer, error)
+            if not self._book.failing(claim.digest):
+                logger.info("%s: round %d from %s: %s", self, claim.round, peer[-6:], _said(error))
+        if self._book.failed(claim.digest, error, came=came):
             logger.info(
                 "%s: no peer serves the record of round %d; ignoring its claim", self, claim.round
             )
@@ -565,9 +558,9 @@ class StageArchive:
         current.proven = bool(proved)
         if proved is False:
             logger.error("alarm: %s: the state of %s is wrong", self, current.donor or "the disk")
-            if current.donor and self._book.lied(current.donor):
-                # nobody's traffic is to be spent on one wrong state after the other
-                self._not_before = self._now() + self._record_lifetime_s / 2
+            if current.donor:
+                until = self._now() + self._book.lied(current.donor)
+                self._not_before = max(self._not_before, until)
             self._start_over()
 
     def _adopt(self, generation: Generation) -> None:

@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dilocox.dht.records import ClaimRecord
-from dilocox.dht.rpc import BUSY_LIFETIMES
+from dilocox.dht.rpc import BUSY_LIFETIMES, PeerBusy
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.rounds.record import RecordRefused, RoundRecord
 
@@ -108,8 +108,8 @@ class Trust:
         self._witness = witness
         self._stand_ins = stand_ins
         self._all_told_at = now() + record_lifetime_s  # by then every living peer has told its own
-        self._now = now
-        self._record_lifetime_s = record_lifetime_s
+        self.now = now
+        self.record_lifetime_s = record_lifetime_s
         self._at_work: dict[str, float] = {}  # when each whose values are in our chain last was
         # all, but for those of too little credit: on which record, since when, until when seen
         self._stuck = "", 0.0, -math.inf
@@ -137,7 +137,7 @@ class Trust:
         if is_witness:
             self._backed = _backed(view, credit)
         idle = self._idle(view, credit)
-        if is_witness and self._now() >= self._all_told_at:
+        if is_witness and self.now() >= self._all_told_at:
             credit = Counter({peer: n for peer, n in credit.items() if peer in view.claims})
         if is_witness or credit.keys() > idle:
             credit = Counter({peer: n for peer, n in credit.items() if peer not in idle})
@@ -242,12 +242,12 @@ class Trust:
 
     def _idle(self, view: SwarmView, peers: Collection[str]) -> set[str]:
         """Those of them who claim that they are, and have for a record lifetime."""
-        now, claims = self._now(), view.claims
+        now, claims = self.now(), view.claims
         self._at_work = {
             peer: self._at_work.get(peer, now) if peer in claims and claims[peer].idle else now
             for peer in peers
         }
-        return {peer for peer, at in self._at_work.items() if now - at > self._record_lifetime_s}
+        return {peer for peer, at in self._at_work.items() if now - at > self.record_lifetime_s}
 
     def _going_on(self, credit: Counter[str], view: SwarmView, head: Tip) -> Counter[str]:
         """The credit of those who are not stuck on our chain; of all where they made too little."""
@@ -260,11 +260,11 @@ class Trust:
         if not stuck or not rest or rest.total() >= LEAST_CREDIT:
             self._stuck = "", 0.0, -math.inf
             return rest or credit
-        (on, since, seen_at), now = self._stuck, self._now()
-        if on != head.digest or now - seen_at > self._record_lifetime_s:
+        (on, since, seen_at), now = self._stuck, self.now()
+        if on != head.digest or now - seen_at > self.record_lifetime_s:
             since = now
         self._stuck = head.digest, since, now
-        return rest if now - since > STUCK_LIFETIMES * self._record_lifetime_s else credit
+        return rest if now - since > STUCK_LIFETIMES * self.record_lifetime_s else credit
 
     def _find(self, log: RoundLog, head: Tip) -> int | None:
         """The round of our record that the witness claims."""
@@ -279,9 +279,8 @@ class Trust:
 class ClaimBook:
     """What is known of the claims for one stage's chain, and of those who make them."""
 
-    def __init__(self, *, record_lifetime_s: float, now: Callable[[], float]):
-        self._record_lifetime_s = record_lifetime_s
-        self._now = now
+    def __init__(self, trust: Trust):
+        self._trust = trust
         # by digest, and whether its holders were only busy: since when it could not be had
         self._failing: dict[tuple[str, bool], float] = {}
         self._ignored: set[str] = set()
@@ -318,15 +317,21 @@ class ClaimBook:
         for busy in (False, True):
             self._failing.pop((digest, busy), None)
 
-    def failed(self, digest: str, *, busy: bool = False) -> bool:
-        """It could not be had this time; whether it is ignored from now on."""
+    def failed(self, digest: str, error: Exception, *, came: bool = False) -> bool:
+        """It could not be had this time, whatever `came` of what leads to it; whether it is ignored
+        from now on.
+        """
+        if came:
+            self.came(digest)
+            return False
+        busy, now = isinstance(error, PeerBusy), self._trust.now()
         since = self._failing.get((digest, busy))
         if since is None:
             if len(self._failing) >= MAX_NOTED:
                 self._failing.clear()
-            self._failing[digest, busy] = self._now()
+            self._failing[digest, busy] = now
             return False
-        if self._now() - since <= (BUSY_LIFETIMES if busy else 1) * self._record_lifetime_s:
+        if now - since <= (BUSY_LIFETIMES if busy else 1) * self._trust.record_lifetime_s:
             return False
         self.ignore(digest)
         return True
@@ -341,32 +346,31 @@ class ClaimBook:
         self.came(digest)
 
     # ---- those who hold records and states ------------------------------------------------------
-    def asked_in_vain(self, peer: str) -> None:
-        """It gave nothing of what it claims, whatever the reason."""
-        _note(self._in_vain, peer)
-
-    def busy(self, peer: str, *, known: bool) -> None:
-        """It gave nothing now, and may later. Of those whom nobody knows one after the other may
-        say so for ever.
+    def asked_in_vain(self, peer: str, error: Exception) -> None:
+        """It gave nothing of what it claims. One that is busy may later; but of those whom nobody
+        knows one after the other may say so for ever.
         """
-        self._busy += 1
-        if known or self._busy >= BUSY_IN_A_ROW:
-            self.asked_in_vain(peer)
+        busy = isinstance(error, PeerBusy)
+        self._busy += busy
+        if not busy or self._trust.knows(peer) or self._busy >= BUSY_IN_A_ROW:
+            _note(self._in_vain, peer)
 
     def gave(self, peer: str) -> None:
         self._in_vain.discard(peer)
         self._busy = 0
 
-    def chosen(self, trust: Trust, peers: Sequence[str]) -> str:
+    def chosen(self, peers: Sequence[str]) -> str:
         """Whom to ask of those who claim what is wanted: see `Trust.chosen`."""
         helpful = set(peers) - self._in_vain
-        return trust.chosen(peers, helpful, first=not self._in_vain)
+        return self._trust.chosen(peers, helpful, first=not self._in_vain)
 
-    def lied(self, peer: str) -> bool:
-        """Its state was wrong; whether that had happened before."""
+    def lied(self, peer: str) -> float:
+        """Its state was wrong. For how many seconds to take none: 0 if that never happened before,
+        else nobody's traffic is to be spent on one wrong state after the other.
+        """
         before = peer in self._liars
         _note(self._liars, peer)
-        return before
+        return self._trust.record_lifetime_s / 2 if before else 0.0
 
     def donors(self, peers: Collection[str]) -> list[str]:
         """Those of them to ask for a state: liars only where there is nobody else."""

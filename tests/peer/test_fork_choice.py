@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from dilocox.dht.records import ClaimRecord
-from dilocox.dht.rpc import BUSY_LIFETIMES
+from dilocox.dht.rpc import BUSY_LIFETIMES, PeerBusy
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.chain.chain_client import Reached
 from dilocox.peer.chain.fork_choice import (
@@ -27,6 +27,7 @@ from tests.peer.clocks import TestClock
 
 LIFETIME_S = 60.0
 HEAD = Tip(round=4, digest="aa", chain_tokens=500, record_bytes=10)
+SILENT, BUSY = ConnectionError(), PeerBusy()
 
 
 def claim(digest: str, tokens: int = 600, number: int = 5) -> ClaimRecord:
@@ -46,7 +47,7 @@ def clock() -> TestClock:
 
 @pytest.fixture
 def book(clock: TestClock) -> ClaimBook:
-    return ClaimBook(record_lifetime_s=LIFETIME_S, now=clock.monotonic)
+    return ClaimBook(trust_of(clock))
 
 
 # ---- what is ahead -------------------------------------------------------------------------------
@@ -78,19 +79,19 @@ def test_all_who_claim_a_record_can_be_asked_for_it() -> None:
 
 
 # ---- doubt ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("busy", "lifetimes"), [(False, 1), (True, BUSY_LIFETIMES)])
+@pytest.mark.parametrize(("error", "lifetimes"), [(SILENT, 1), (BUSY, BUSY_LIFETIMES)])
 def test_a_claim_that_nobody_proves_is_believed_so_long_and_no_longer(
-    book: ClaimBook, clock: TestClock, busy: bool, lifetimes: int
+    book: ClaimBook, clock: TestClock, error: Exception, lifetimes: int
 ) -> None:
     seen = view(a=claim("bb"), b=claim("cc", 550))
     assert not book.failing("bb")
-    assert not book.failed("bb", busy=busy)
+    assert not book.failed("bb", error)
     assert book.failing("bb")
     clock.now += lifetimes * LIFETIME_S
-    assert not book.failed("bb", busy=busy)
+    assert not book.failed("bb", error)
     assert [each.digest for each in book.ahead(seen, HEAD)] == ["bb", "cc"]
     clock.now += 1.0
-    assert book.failed("bb", busy=busy)
+    assert book.failed("bb", error)
     assert not book.believed(claim("bb"))
     assert [each.digest for each in book.ahead(seen, HEAD)] == ["cc"]
 
@@ -98,20 +99,22 @@ def test_a_claim_that_nobody_proves_is_believed_so_long_and_no_longer(
 def test_time_in_which_its_holders_were_only_busy_does_not_count_as_silence(
     book: ClaimBook, clock: TestClock
 ) -> None:
-    book.failed("bb", busy=True)
+    book.failed("bb", BUSY)
     clock.now += 2 * LIFETIME_S
-    assert not book.failed("bb")
+    assert not book.failed("bb", SILENT)
 
 
 def test_records_that_came_end_the_doubt_of_their_claim_and_of_no_other(
     book: ClaimBook, clock: TestClock
 ) -> None:
-    book.failed("bb")
-    book.failed("cc")
+    for digest in ("bb", "cc", "dd"):
+        book.failed(digest, SILENT)
     book.came("bb")
     clock.now += LIFETIME_S + 1.0
-    assert not book.failed("bb"), "it begins anew"
-    assert book.failed("cc"), "a lie would be believed for as long as others are honest"
+    assert not book.failed("bb", SILENT), "it begins anew"
+    assert not book.failed("dd", SILENT, came=True), "some did, then the line broke"
+    assert not book.failing("dd")
+    assert book.failed("cc", SILENT), "a lie would be believed for as long as others are honest"
 
 
 def test_what_lost_against_ours_is_not_looked_at_again(book: ClaimBook) -> None:
@@ -127,12 +130,12 @@ def test_who_gave_a_wrong_state_is_asked_again_only_where_nobody_else_has_one(
     assert not book.lied("a")
     assert book.donors(("a", "b")) == ["b"]
     assert book.donors(("a",)) == ["a"]
-    assert book.lied("a"), "twice: then it speaks against the claim"
+    assert book.lied("a") == LIFETIME_S / 2, "twice: then it speaks against the claim"
 
 
 def test_what_is_noted_is_bounded(book: ClaimBook) -> None:
     for number in range(MAX_NOTED + 1):
-        book.failed(f"{number:x}")
+        book.failed(f"{number:x}", SILENT)
         book.ignore(f"{number:x}")
         book.lied(f"{number:x}")
     assert book.believed(claim("0")) and not book.believed(claim(f"{MAX_NOTED:x}"))
@@ -436,39 +439,36 @@ def test_a_copy_of_the_bootstrap_states_nothing_of_what_members_vouch_for(clock:
 STRANGERS = [f"x{n}" for n in range(50)]
 
 
-def test_who_has_a_chain_asks_those_who_made_it_and_the_bootstraps_first(
-    clock: TestClock, book: ClaimBook
-) -> None:
+def test_who_has_a_chain_asks_those_who_made_it_and_the_bootstraps_first(clock: TestClock) -> None:
     trust = trust_of(clock)
+    book = ClaimBook(trust)
     trust.counting(view(), cast("RoundLog", Credited(LOG)), HEAD)
-    asked = {book.chosen(trust, [*STRANGERS, "a", WITNESS]) for _ in range(50)}
+    asked = {book.chosen([*STRANGERS, "a", WITNESS]) for _ in range(50)}
     assert asked == {"a", WITNESS}
-    assert book.chosen(trust, STRANGERS) in STRANGERS, "nobody else has it"
+    assert book.chosen(STRANGERS) in STRANGERS, "nobody else has it"
 
 
-def test_who_joins_leaves_those_who_are_busy_one_after_the_other(
-    clock: TestClock, book: ClaimBook
-) -> None:
+def test_who_joins_leaves_those_who_are_busy_one_after_the_other(book: ClaimBook) -> None:
     """An honest peer may be busy while many join; strangers could say so for ever."""
-    trust, holding = trust_of(clock), [*STRANGERS, WITNESS]
+    holding = [*STRANGERS, WITNESS]
     for name in ("x0", "x1"):
-        book.busy(name, known=False)
-        assert len({book.chosen(trust, holding) for _ in range(200)}) > 10
-    book.busy("x2", known=False)
-    assert {book.chosen(trust, holding) for _ in range(20)} == {WITNESS}
-    book.busy(WITNESS, known=True)
-    assert len({book.chosen(trust, holding) for _ in range(200)}) > 10
+        book.asked_in_vain(name, BUSY)
+        assert len({book.chosen(holding) for _ in range(200)}) > 10
+    book.asked_in_vain("x2", BUSY)
+    assert {book.chosen(holding) for _ in range(20)} == {WITNESS}
+    book.asked_in_vain(WITNESS, BUSY)
+    assert len({book.chosen(holding) for _ in range(200)}) > 10
 
 
 def test_who_joins_asks_anybody_until_one_gives_nothing_and_then_a_bootstrap(
-    clock: TestClock, book: ClaimBook
+    book: ClaimBook,
 ) -> None:
-    trust, holding = trust_of(clock), [*STRANGERS, WITNESS]
-    assert len({book.chosen(trust, holding) for _ in range(200)}) > 10, "the load is shared"
-    book.asked_in_vain("x0")
-    assert book.chosen(trust, holding) == WITNESS
-    book.asked_in_vain(WITNESS)  # busy, perhaps
-    again = {book.chosen(trust, holding) for _ in range(200)}
+    holding = [*STRANGERS, WITNESS]
+    assert len({book.chosen(holding) for _ in range(200)}) > 10, "the load is shared"
+    book.asked_in_vain("x0", SILENT)
+    assert book.chosen(holding) == WITNESS
+    book.asked_in_vain(WITNESS, SILENT)
+    again = {book.chosen(holding) for _ in range(200)}
     assert WITNESS in again and again & set(STRANGERS) and "x0" not in again
     book.gave(WITNESS)
-    assert book.chosen(trust, holding) == WITNESS
+    assert book.chosen(holding) == WITNESS

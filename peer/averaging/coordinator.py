@@ -36,6 +36,7 @@ from dilocox.peer.averaging.follower import ChainFollower
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.averaging.proven_heads import ProvenHeads
+from dilocox.peer.chain.rollback import last_rollback
 from dilocox.peer.memory_and_disk import check_use
 from dilocox.peer.rounds.record import SendFacts
 from dilocox.peer.rounds.round_end import RoundKeeper
@@ -247,10 +248,6 @@ class Coordinator(threading.Thread):
             if (record := stages.get(stage, {}).get(peer)) is not None
         ]
         return self.driver.plan.inner_steps_of(self.chain.last_record, stated)
-
-    @property
-    def _planned_steps(self) -> int:
-        return self.driver.plan.inner_steps_after(self.chain.last_record)
 
     @property
     def tokens_at_start(self) -> int:
@@ -527,9 +524,7 @@ class Coordinator(threading.Thread):
     def _stands_on_base(self) -> bool:
         """Whether this chain holds the record that the operator went back to, if to any."""
         manifest = self._local.manifest
-        rollbacks = manifest.operation.rollbacks
-        base, since = manifest.base(self._local.stage), rollbacks[-1][0] if rollbacks else 0
-        return self.chain.stands_on(base, since)
+        return self.chain.stands_on(manifest.base(self._local.stage), last_rollback(manifest))
 
     # ---- telling ---------------------------------------------------------------------------------
     def _tell(self, now: float) -> None:
@@ -556,7 +551,7 @@ class Coordinator(threading.Thread):
         records = announcer.of_stage(
             "left" if self._leaving else trains if present else "joining",
             round_number=self.round,
-            inner_steps=self._planned_steps,
+            inner_steps=self.driver.plan.inner_steps_after(self.chain.last_record),
             voids=self.driver.voids,
             stuck=self.driver.stuck,
             own=status,

@@ -405,15 +405,13 @@ class StageArchive:
                 )
                 self._book.ignore(claim.digest)
                 continue
-            if reach.too_far or (forked and self._wins(claim.digest, reach)):
+            log, head = self._current.log, self._current.head
+            if reach.too_far or (forked and self._trust.wins(claim.digest, reach, log, head)):
                 self._cannot_follow(view, claim, reach)
             elif forked:
                 self._book.ignore(claim.digest)  # it lost against ours
                 continue
             return
-
-    def _wins(self, digest: str, reach: Reached) -> bool:
-        return self._trust.wins(digest, reach, self._current.log, self._current.head)
 
     async def _catch_up(self, generation: Generation, peers: Sequence[str], digest: str) -> Reached:
         before = generation.head.digest

@@ -315,7 +315,7 @@ class RoundLog(Store):
             record_bytes=newest.record_bytes,
         )
 
-    def append(self, data: bytes, certificate: bytes) -> RoundRecord:
+    def append(self, data: bytes, certificate: bytes) -> None:
         """Add the next record of the chain.
 
         Raises:
@@ -340,9 +340,8 @@ class RoundLog(Store):
         if record.ranks != (self._codec.first_ranks if last is None else last.next_ranks):
             raise RecordRefused(f"record {record.round} has other ranks than were planned")
         self.write(record.round, data, certificate)
-        return record
 
-    def start_from(self, data: bytes, certificate: bytes) -> RoundRecord:
+    def start_from(self, data: bytes, certificate: bytes) -> None:
         """Begin with this record and forget all others (after a state was taken from a peer)."""
         record = parse_record(data, self._codec)
         others = self._records()
@@ -352,7 +351,6 @@ class RoundLog(Store):
         self.write(record.round, data, certificate)
         for path in others.values():
             path.unlink(missing_ok=True)
-        return record
 
     def save_vote(self, round_number: int, attempt: int, vote: bytes) -> None:
         """Put this peer's vote on disk; call it before the vote leaves."""

@@ -383,7 +383,8 @@ def test_a_record_of_hundreds_of_members_is_taken_by_the_log(tmp_path: Path, cou
     assert parse_record(data, codec) == record
     assert int.from_bytes(data[:8], "little") < {104: 100_000, 128: 128_000}.get(count, 320_000)
     log = RoundLog(tmp_path, manifest_digest=record.previous, codec=codec)
-    assert log.append(data, b"votes") == record
+    log.append(data, b"votes")
+    assert log.read(record.round) == record
     header = log.header(record.round)
     assert header is not None and header.members == record.members
     assert header.parts == record.parts

@@ -81,15 +81,11 @@ class PeerService(StageServicer):
 
     @cached_property
     def uploads(self) -> Uploads:
-        return Uploads(knows=self.knows)
+        return Uploads(knows=self.credit.knows)
 
     @cached_property
     def credit(self) -> Credit:
-        return Credit()
-
-    @cached_property
-    def _keepers(self) -> frozenset[str]:
-        return self.local.dht.bootstraps | {self.local.witness}
+        return Credit(self.local.dht.bootstraps | {self.local.witness})
 
     @cached_property
     def requests(self) -> RequestLimit:
@@ -279,13 +275,10 @@ class PeerService(StageServicer):
                 return None
 
     # ---- helpers ---------------------------------------------------------------------------------
-    def knows(self, peer: str) -> bool:
-        """Whether its values are in the chain's last records, or it is a bootstrap."""
-        return self.credit.has(peer) or peer in self._keepers
-
     def is_involved(self, peer: str) -> bool:
         """Whether it is known, or a member of one of the last attempts."""
-        return self.knows(peer) or any(peer in each.members for each in self.attempts.values())
+        attempts = self.attempts.values()
+        return self.credit.knows(peer) or any(peer in each.members for each in attempts)
 
     async def keep_credit(self) -> None:
         """Look at the last records now and then, beside the event loop: that reads the disk."""

@@ -46,7 +46,9 @@ class Credit:
     for it, and whose are in the very last one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keepers: Collection[str]):
+        """keepers: of archives, who are known without a record."""
+        self._keepers = keepers
         self.records: Counter[str] = Counter()
         self.last: set[str] = set()
         self._digest = ""
@@ -63,8 +65,9 @@ class Credit:
             self.last = peers[-1] if peers else set()
             self._digest = head.digest
 
-    def has(self, peer: str) -> bool:
-        return peer in self.records
+    def knows(self, peer: str) -> bool:
+        """Whether its values are in the chain's last records, or it is a bootstrap."""
+        return peer in self.records or peer in self._keepers
 
 
 class Trust:
@@ -114,7 +117,7 @@ class Trust:
         # all, but for those of too little credit: on which record, since when, until when seen
         self._stuck = "", 0.0, -math.inf
         self._backed: set[str] = set()  # digests that half of all behind our last records claim
-        self._credit = Credit()
+        self._credit = Credit(stand_ins | {witness})
         self._told: ClaimRecord | None = None  # by the witness
         self._found: tuple[tuple[str, str], int | None] = ("", ""), None
         self._settled = ""  # digest of our newest record that the witness has claimed
@@ -192,8 +195,7 @@ class Trust:
         return bool(self._credit.records)
 
     def knows(self, peer: str) -> bool:
-        """Whether it had a vote in our last records, or is a bootstrap."""
-        return self._credit.has(peer) or peer in self._stand_ins or peer == self._witness
+        return self._credit.knows(peer)
 
     def teller(self, telling: Sequence[str]) -> str:
         """Whom to ask what leads to a record, of those who claim it."""

@@ -332,9 +332,9 @@ def test_a_heartbeat_is_for_members_of_the_group(
 
 def test_who_has_to_do_with_the_run_is_known(service: PeerService) -> None:
     service.local = replace(service.local, dht=cast(Any, SimpleNamespace(bootstraps={"boot"})))
-    assert service.is_involved(PEER) and not service.knows(PEER), "a member, of no record yet"
+    assert service.is_involved(PEER) and not service.credit.knows(PEER), "of no record yet"
     service.credit.records["maker"] += 1
-    assert service.knows("maker") and service.knows("boot")
+    assert service.credit.knows("maker") and service.credit.knows("boot")
     assert not service.is_involved("another")
 
 

@@ -103,7 +103,7 @@ def join_run(
         swarm = Swarm(dht, invite.run_id, identity, clock)
         before = kept_manifest(kept, invite.run_id) if kept is not None else None
         try:
-            found = swarm.fetch_manifest(invite.run_id, MANIFEST_LIMIT_S)
+            found = swarm.fetch_manifest(MANIFEST_LIMIT_S)
         except (BootstrapsSilent, UnknownRun):
             if before is None or not back:
                 raise

@@ -108,10 +108,7 @@ class OwnManifest:
         """
         found = known = None
         try:
-            if self._joins:
-                found = swarm.fetch_manifest(self.run, FIRST_LIMIT_S)
-            else:
-                found = swarm.newest_manifest()
+            found = swarm.fetch_manifest(FIRST_LIMIT_S) if self._joins else swarm.newest_manifest()
             known = None if found is None else found.verify(self.run)
         except UnreadableManifest:
             raise
@@ -176,7 +173,7 @@ class ManifestCopy:
         Raises `InvalidInput` or `EnvironmentFault` where there is none to be had at all.
         """
         if not self.known:
-            swarm.fetch_manifest(self.run, FIRST_LIMIT_S)  # for its patience and its errors
+            swarm.fetch_manifest(FIRST_LIMIT_S)  # for its patience and its errors
         found = swarm.sealed_manifest()
         if found is not None and self._newer(found):
             try:

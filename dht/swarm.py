@@ -164,14 +164,14 @@ class Swarm:
         with contextlib.suppress(NoAnswer):
             self._dht.put_many([stored], timeout_s=CALL_TIMEOUT_S)
 
-    def fetch_manifest(self, run_id: str, timeout_s: float) -> SignedManifest:
-        """Find the manifest of a run and check that it is the operator's.
+    def fetch_manifest(self, timeout_s: float) -> SignedManifest:
+        """Find the manifest of the run and check that it is the operator's.
 
         Raises `InvalidInput` when what the swarm has does not fit the run id, `UnknownRun` when it
         has none, `BootstrapsSilent` when it does not answer.
         """
         deadline = time.monotonic() + timeout_s
-        key = manifest_key(run_id)
+        key = manifest_key(self._run)
         answered = False
         while (left := deadline - time.monotonic()) > 0:
             try:
@@ -181,17 +181,17 @@ class Swarm:
                 break
             answered = True
             if found is not None:
-                signed = self._unsealed_manifest(run_id, found)
-                signed.verify(run_id)
+                signed = self._unsealed_manifest(found)
+                signed.verify(self._run)
                 return signed
             # On a busy machine the first ping of a bootstrap is lost, and then this node knows
             # nobody to ask: a ping that is answered puts the bootstrap into its routing table.
             self.bootstrap_answers(min(FETCH_PING_S, left))
             time.sleep(min(FETCH_PAUSE_S, left))
         if answered and self.bootstrap_answers(CALL_TIMEOUT_S):
-            raise UnknownRun(f"the bootstraps answer but know no run {run_id}: check the invite")
+            raise UnknownRun(f"the bootstraps answer but know no run {self._run}: check the invite")
         raise BootstrapsSilent(
-            f"no manifest of run {run_id} within {timeout_s:.0f} s: "
+            f"no manifest of run {self._run} within {timeout_s:.0f} s: "
             "check that this machine is online and that the bootstrap runs"
         )
 
@@ -203,7 +203,7 @@ class Swarm:
         sealed = self.sealed_manifest(timeout_s)
         if sealed is None:
             return None
-        signed = self._unsealed_manifest(self._run, sealed)
+        signed = self._unsealed_manifest(sealed)
         signed.revision_of(self._run)
         return signed
 
@@ -219,13 +219,13 @@ class Swarm:
         """Whether one of the bootstraps answers; true on the first node of a swarm."""
         return self._dht.bootstrap_answers(timeout_s)
 
-    def _unsealed_manifest(self, run_id: str, value: object) -> SignedManifest:
+    def _unsealed_manifest(self, value: object) -> SignedManifest:
         try:
             if not isinstance(value, bytes):
                 raise Refused("plain", "it has no envelope")
             return SignedManifest.from_bytes(unseal(value).payload)
         except Refused as reason:
-            raise InvalidInput(f"manifest of run {run_id} is refused ({reason})") from reason
+            raise InvalidInput(f"manifest of run {self._run} is refused ({reason})") from reason
 
     def _store(
         self,

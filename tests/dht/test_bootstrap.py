@@ -77,10 +77,10 @@ def test_manifest_is_found_through_the_invite(
     with RunningBootstrap(**options) as running:
         invite = Invite.parse(str(running.invites.get(timeout=60.0)))
         assert invite.run_id == run
-        dht, swarm, _ = open_node(volunteer, bootstraps=invite.bootstraps)
-        assert swarm.fetch_manifest(invite.run_id, 10.0).verify(invite.run_id) == manifest
+        dht, swarm, clock = open_node(volunteer, bootstraps=invite.bootstraps)
+        assert swarm.fetch_manifest(10.0).verify(invite.run_id) == manifest
         with pytest.raises(InvalidInput, match="know no run"):
-            swarm.fetch_manifest("ab" * 16, 0.6)
+            Swarm(dht, "ab" * 16, volunteer, clock).fetch_manifest(0.6)
         dht.close()
     assert running.fault is None
 
@@ -106,7 +106,7 @@ def test_a_copy_lets_others_join_when_it_comes_back_and_the_operator_does_not(
     with RunningBootstrap(**copy() | {"others": others}) as running:
         invite = running.invites.get(timeout=60.0)
         dht, swarm, _ = open_node(volunteer, bootstraps=invite.bootstraps)
-        assert swarm.fetch_manifest(invite.run_id, 10.0).verify(run) == manifest
+        assert swarm.fetch_manifest(10.0).verify(run) == manifest
         dht.close()
     assert running.fault is None
 

@@ -25,9 +25,9 @@ class OneValue:
         self.sealed: bytes | None = None
         self.stored: list[bytes] = []
 
-    def fetch_manifest(self, run: str, timeout_s: float) -> None:
+    def fetch_manifest(self, timeout_s: float) -> None:
         if self.sealed is None:
-            raise EnvironmentFault(f"no manifest of run {run}")
+            raise EnvironmentFault("no manifest of the run")
 
     def sealed_manifest(self) -> bytes | None:
         return self.sealed
@@ -158,7 +158,8 @@ def test_a_disk_that_takes_nothing_and_an_operator_long_gone_do_not_end_a_copy(
 class Taking:
     """A DHT that takes a manifest or not, and may know another one."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: str) -> None:
+        self.run = run
         self.takes = True
         self.answers = True
         self.known: SignedManifest | None = None
@@ -167,12 +168,12 @@ class Taking:
     def newest_manifest(self) -> SignedManifest | None:
         return self.known
 
-    def fetch_manifest(self, run: str, _timeout_s: float) -> SignedManifest:
+    def fetch_manifest(self, _timeout_s: float) -> SignedManifest:
         if not self.answers:
-            raise EnvironmentFault(f"no manifest of run {run}")
+            raise EnvironmentFault("no manifest of the run")
         if self.known is None:
-            raise UnknownRun(f"the bootstraps answer but know no run {run}")
-        self.known.verify(run)
+            raise UnknownRun("the bootstraps answer but know no such run")
+        self.known.verify(self.run)
         return self.known
 
     def publish_manifest(self, signed: SignedManifest) -> bool:
@@ -183,7 +184,7 @@ class Taking:
 def test_an_operator_who_has_only_the_key_left_goes_on_from_what_the_swarm_knows(
     operator: Identity, stranger: Identity, manifest: Manifest, run: str, tmp_path: Path
 ) -> None:
-    swarm: Any = Taking()
+    swarm: Any = Taking(run)
     own = OwnManifest(operator, manifest, RevisionFolder(tmp_path, run))
     swarm.known = SignedManifest.sign(stranger, in_state(manifest, "ended"))
     assert own.publish(swarm)
@@ -196,7 +197,7 @@ def test_an_operator_who_has_only_the_key_left_goes_on_from_what_the_swarm_knows
 def test_two_manifests_of_one_revision_are_refused_loudly(
     operator: Identity, manifest: Manifest, run: str, tmp_path: Path
 ) -> None:
-    swarm: Any = Taking()
+    swarm: Any = Taking(run)
     own = OwnManifest(operator, manifest, RevisionFolder(tmp_path, run))
     swarm.known = SignedManifest.sign(operator, in_state(manifest, "paused"))
     assert own.publish(swarm)
@@ -209,7 +210,7 @@ def test_two_manifests_of_one_revision_are_refused_loudly(
 def test_a_new_folder_goes_on_with_the_run_that_has_begun_and_splits_none(
     operator: Identity, manifest: Manifest, run: str, tmp_path: Path, joins: bool
 ) -> None:
-    swarm: Any = Taking()
+    swarm: Any = Taking(run)
     edited = replace(manifest, end_tokens=manifest.end_tokens + 1)
     second = revised(manifest, edited)
     cases: list[tuple[Manifest, Manifest, list[int]]] = [
@@ -237,7 +238,7 @@ def test_a_new_folder_goes_on_with_the_run_that_has_begun_and_splits_none(
 def test_a_first_revision_is_signed_only_when_a_bootstrap_that_was_named_knows_of_none(
     operator: Identity, manifest: Manifest, run: str, tmp_path: Path
 ) -> None:
-    swarm: Any = Taking()
+    swarm: Any = Taking(run)
     swarm.answers = False
     revisions = RevisionFolder(tmp_path, run)
     own = OwnManifest(operator, manifest, revisions, joins=True)
@@ -254,7 +255,7 @@ def test_a_first_revision_is_signed_only_when_a_bootstrap_that_was_named_knows_o
 def test_what_is_not_the_operators_is_no_word_that_nobody_knows_the_run(
     operator: Identity, stranger: Identity, manifest: Manifest, run: str, tmp_path: Path
 ) -> None:
-    swarm: Any = Taking()
+    swarm: Any = Taking(run)
     swarm.known = SignedManifest.sign(stranger, manifest)
     revisions = RevisionFolder(tmp_path, run)
     own = OwnManifest(operator, manifest, revisions, joins=True)
@@ -269,7 +270,7 @@ def test_what_is_not_the_operators_is_no_word_that_nobody_knows_the_run(
 def test_the_operator_signs_anew_each_time(
     operator: Identity, manifest: Manifest, run: str, tmp_path: Path
 ) -> None:
-    swarm: Any = Taking()
+    swarm: Any = Taking(run)
     swarm.takes = False
     own = OwnManifest(operator, manifest, RevisionFolder(tmp_path, run))
     assert not own.publish(swarm)

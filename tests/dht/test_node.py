@@ -154,7 +154,7 @@ def test_large_manifest_passes_whole(
     signed = SignedManifest.sign(operator, large)
     assert len(signed.to_bytes()) > 16_384  # above this hivemind's node dies
     assert first[1].publish_manifest(signed)
-    assert second[1].fetch_manifest(run, 10.0).verify(run) == large
+    assert second[1].fetch_manifest(10.0).verify(run) == large
 
 
 def test_value_over_the_limit_never_leaves(second: Node, run: str):

@@ -313,7 +313,7 @@ def test_manifest_is_fetched_and_proven(
     member: Member, operator: Identity, volunteer: Identity, manifest: Manifest, run: str
 ):
     assert member(operator).publish_manifest(SignedManifest.sign(operator, manifest))
-    assert member(volunteer).fetch_manifest(run, 1.0).verify(run) == manifest
+    assert member(volunteer).fetch_manifest(1.0).verify(run) == manifest
 
 
 def test_forged_manifest_is_refused(
@@ -334,7 +334,7 @@ def test_forged_manifest_is_refused(
     ):
         dht.values[key] = value
         with pytest.raises(InvalidInput, match="manifest") as refused:
-            member(volunteer).fetch_manifest(run, 1.0)
+            member(volunteer).fetch_manifest(1.0)
         assert not isinstance(refused.value, UnknownRun)
 
 
@@ -342,10 +342,10 @@ def test_missing_manifest_is_the_invites_fault_only_if_a_bootstrap_answers(
     member: Member, dht: FakeDHT, volunteer: Identity
 ):
     with pytest.raises(UnknownRun, match="know no run"):
-        member(volunteer).fetch_manifest("ab" * 16, 0.01)
+        member(volunteer).fetch_manifest(0.01)
     dht.reachable = False
     with pytest.raises(EnvironmentFault, match="no manifest of run"):
-        member(volunteer).fetch_manifest("ab" * 16, 0.01)
+        member(volunteer).fetch_manifest(0.01)
     dht.silent = True
     with pytest.raises(EnvironmentFault, match="no manifest of run"):
-        member(volunteer).fetch_manifest("ab" * 16, 0.01)
+        member(volunteer).fetch_manifest(0.01)

@@ -237,7 +237,8 @@ class DaemonOwner:
         """Ask these bootstraps for the time; whether one of them answered in time."""
         peers: dict[str, list[Multiaddr]] = {}
         for address in bootstraps:
-            peers.setdefault(bootstrap_address(address).peer_id, []).append(_dialable(address))
+            dialled = Multiaddr(address.rpartition("/p2p/")[0])
+            peers.setdefault(bootstrap_address(address).peer_id, []).append(dialled)
         answers = await asyncio.gather(
             *(
                 self.samples_of(PeerID.from_base58(peer), addresses)
@@ -296,10 +297,6 @@ def _children_die_with_this_thread() -> Generator[None, None, None]:
         yield
     finally:
         asyncio.subprocess.create_subprocess_exec = original
-
-
-def _dialable(address: str) -> Multiaddr:
-    return Multiaddr(address.rpartition("/p2p/")[0])
 
 
 def _is_loopback(address: str) -> bool:

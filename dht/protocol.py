@@ -55,17 +55,13 @@ class Entry:
 
     @property
     def mark(self) -> bytes:
-        """What stands for it in a question.
+        """What stands for it in a question: its owner writes a new one with a later expiry, always.
 
         Two values have the same mark once in four billion pairs; then one is heard when it is
         written the next time.
         """
-        return mark_of(self.subkey, self.expires_at)
-
-
-def mark_of(subkey: bytes | None, expires_at: float) -> bytes:
-    """The mark of a value: its owner writes a new one with a later expiry, always."""
-    return hashlib.sha1(pack([subkey, expires_at]), usedforsecurity=False).digest()[:MARK_BYTES]
+        named = pack([self.subkey, self.expires_at])
+        return hashlib.sha1(named, usedforsecurity=False).digest()[:MARK_BYTES]
 
 
 def entries_of(stored: Any) -> list[Entry]:

@@ -140,10 +140,6 @@ class Redialler:
         if self._task is None:
             self._task = asyncio.ensure_future(self._live())
 
-    def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-
     async def _live(self) -> None:
         beats: set[asyncio.Task[None]] = set()
         while True:

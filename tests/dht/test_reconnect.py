@@ -161,8 +161,6 @@ async def dialled_at(addresses: tuple[str, ...], *, local_network: bool) -> list
         return await asyncio.wait_for(places, 3.0 if local_network else 1.0)
     except asyncio.TimeoutError:
         return None
-    finally:
-        redialler.close()
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import cast
 
@@ -111,14 +112,9 @@ def reachable_tokenizer(place: Joined, bootstraps: Sequence[str], folder: Path) 
 
 def _fetched(place: Joined, bootstraps: Sequence[str], give_up: float) -> dict[str, bytes] | None:
     """The files, from the first bootstrap that gives them; None if none does until then."""
-    thread = LoopThread("tokenizer", p2p=place.dht.replicate_p2p)
-    thread.start(START_LIMIT_S)
-    try:
-        client = Client(
-            p2p=thread.p2p,
-            namespace=averaging_prefix(place.run, 0),
-            record_bytes=0,
-        )
+    with closing(LoopThread("tokenizer", p2p=place.dht.replicate_p2p)) as thread:
+        thread.start(START_LIMIT_S)
+        client = Client(p2p=thread.p2p, namespace=averaging_prefix(place.run, 0), record_bytes=0)
         while True:
             for address in bootstraps:
                 peer = bootstrap_address(address).peer_id
@@ -131,8 +127,6 @@ def _fetched(place: Joined, bootstraps: Sequence[str], give_up: float) -> dict[s
             if time.monotonic() > give_up:
                 return None
             time.sleep(PAUSE_S)
-    finally:
-        thread.close()
 
 
 def _unpacked(data: bytes) -> dict[str, bytes]:

@@ -142,7 +142,7 @@ def byte_kind(what: object) -> str:
 STALL_S = 30.0  # a download in which nothing comes for so long has failed
 PACE_OVER_S = 60.0
 MAX_METADATA_BYTES = 64 * 1024
-CLOSE_LIMIT_S = 3.0
+START_LIMIT_S, CLOSE_LIMIT_S = 10.0, 3.0  # of a thread
 MARGIN_S = 1.0  # for a thread that is busy
 BUSY_LIFETIMES = 10  # of a record: so long nobody is busy who has what it claims
 
@@ -377,7 +377,7 @@ class LoopThread:
     def running(self) -> bool:
         return self._thread.is_alive()
 
-    def start(self, limit_s: float) -> None:
+    def start(self, limit_s: float = START_LIMIT_S) -> None:
         """Begin. Raises the DilocoxError that `begin` raises; EnvironmentFault for another failure,
         or where it takes longer.
         """

@@ -25,6 +25,7 @@ from dilocox.peer.averaging.events import Committed, Event, EventQueue, Resynced
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.chain.chain_client import (
     RECORDS_LIMIT_S,
+    STATE_LIMIT_S,
     AnchorDiffers,
     AnchorLost,
     AnchorWrong,
@@ -41,7 +42,6 @@ from dilocox.peer.rounds.record import RecordRefused, RoundRecord
 
 logger = logging.getLogger(__name__)
 
-CALL_LIMIT_S = 6 * 3600.0  # of a whole model; a transfer that stalls fails much sooner
 WALK_LIMIT_S = 3 * RECORDS_LIMIT_S  # the averager ends it by itself before
 PAUSE_AFTER_FAILURE_S = 1.0
 MAX_SLOW = 5  # then it is our own line that is slow
@@ -302,7 +302,7 @@ class ChainFollower:
         return self._book.best(view, self.head, other_chain)
 
     def _begin(
-        self, future: Future[Any], on_done: Callable[[Any], None], limit_s: float = CALL_LIMIT_S
+        self, future: Future[Any], on_done: Callable[[Any], None], limit_s: float = STATE_LIMIT_S
     ) -> None:
         self._work, self._on_done = future, on_done
         self._deadline = self._clock.monotonic() + limit_s

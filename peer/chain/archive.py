@@ -35,7 +35,7 @@ from dilocox.dht.files import make_folder, sync
 from dilocox.dht.records import ClaimRecord
 from dilocox.dht.rpc import REFUSED, CallRefused, Client
 from dilocox.dht.swarm_view import SwarmView, that_count
-from dilocox.peer.chain.chain_client import ChainClient, Compute, NoState, Reached
+from dilocox.peer.chain.chain_client import STATE_LIMIT_S, ChainClient, Compute, NoState, Reached
 from dilocox.peer.chain.fork_choice import ClaimBook, Trust, holders
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.replay import anchors_around, start_file
@@ -249,7 +249,6 @@ class OlderRecords:
 
 RECORDS_AFTER_STATE = (8, 64)  # a joiner applies each of them
 TRIED_AT_ONCE = 3  # claims: one that is a lie must not hide the others
-STATE_LIMIT_S = 6 * 3600.0  # of a whole model
 PAUSE_S = 5.0
 
 

@@ -60,6 +60,7 @@ logger = logging.getLogger(__name__)
 
 HURRY_S = 3600.0  # a state that would take longer is looked for elsewhere
 RECORDS_LIMIT_S = 600.0  # of all that is taken at once
+STATE_LIMIT_S = 6 * 3600.0  # of a whole model; a transfer that stalls fails much sooner
 
 Compute = Callable[..., Awaitable[Any]]
 """Runs a function with its arguments in a thread, so that the event loop goes on."""

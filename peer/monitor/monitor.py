@@ -66,7 +66,6 @@ HISTORY_S = 15.0  # ask bootstraps for what they keep of the newest rounds
 LONGEST_LOOK_PERIOD_S = 5.0
 SHORTEST_LOOK_PERIOD_S = 1.0
 JOIN_PAUSE_S = 10.0
-START_LIMIT_S = 10.0  # of the thread that follows chains
 MAX_GAP_TRIES = 6
 TITLE = b"<title>dilocox</title>"  # of the page before the first look
 POLICY = {  # nothing is loaded, run or asked but from this server
@@ -237,7 +236,7 @@ class Monitor:
         heartbeat_s = manifest.deadlines.heartbeat_s
         self._period_s = min(max(heartbeat_s, SHORTEST_LOOK_PERIOD_S), LONGEST_LOOK_PERIOD_S)
         self._chains = ChainReader(place.dht, place.run, self._bootstraps)
-        self._chains.start(START_LIMIT_S)
+        self._chains.start()
         self.pages = MonitorPages(lambda: self.alive)
 
     @property

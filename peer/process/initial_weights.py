@@ -23,7 +23,7 @@ from dilocox.dht.errors import DilocoxError, EnvironmentFault, InvalidInput
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.rpc import REFUSED, LoopThread, PeerBusy
 from dilocox.peer.averaging.local_peer import LocalPeer
-from dilocox.peer.chain.chain_client import ChainEnd, Limits, NoState, load_state
+from dilocox.peer.chain.chain_client import STATE_LIMIT_S, ChainEnd, Limits, NoState, load_state
 from dilocox.peer.chain.rollback import STATE_NAME
 from dilocox.peer.chain.snapshot_files import made_whole, write_state
 from dilocox.peer.chain.store import INITIAL_NAME, KeptState, archive_folder, kept_state
@@ -33,8 +33,6 @@ from dilocox.pipeline.pretrained import Checkpoint
 
 logger = logging.getLogger(__name__)
 
-START_LIMIT_S = 10.0
-LIMIT_S = 6 * 3600.0  # of the stage's weights; a transfer that stalls fails much sooner
 WAIT_S = 300.0  # until somebody gives them, or says that it has no time now
 LOOK_S = 2.0
 
@@ -92,9 +90,9 @@ def load_initial(
     except DilocoxError as error:
         logger.info("the first weights cannot be made here (%s): taking those of others", error)
     thread = LoopThread("initial weights", p2p=local.dht.replicate_p2p)
-    thread.start(START_LIMIT_S)
+    thread.start()
     try:
-        kept = thread.ask(_taken(local, wait_s), LIMIT_S)
+        kept = thread.ask(_taken(local, wait_s), STATE_LIMIT_S)
     except ConnectionError as error:
         raise EnvironmentFault(f"the initial weights did not come: {error}; try again") from error
     finally:

@@ -32,7 +32,6 @@ from dilocox.peer.training.data import PretrainedTokenizer, check_tokenizer, ope
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 64 << 20
-START_LIMIT_S = 10.0
 FETCH_LIMIT_S = 600.0  # of one bootstrap; one that stalls fails much sooner
 WAIT_S = 60.0  # until a bootstrap that has just started gives it
 PAUSE_S = 2.0
@@ -113,7 +112,7 @@ def reachable_tokenizer(place: Joined, bootstraps: Sequence[str], folder: Path) 
 def _fetched(place: Joined, bootstraps: Sequence[str], give_up: float) -> dict[str, bytes] | None:
     """The files, from the first bootstrap that gives them; None if none does until then."""
     with closing(LoopThread("tokenizer", p2p=place.dht.replicate_p2p)) as thread:
-        thread.start(START_LIMIT_S)
+        thread.start()
         client = Client(p2p=thread.p2p, namespace=averaging_prefix(place.run, 0), record_bytes=0)
         while True:
             for address in bootstraps:

@@ -63,7 +63,7 @@ class SwarmView:
         claims = {peer: each for peer, each in self.run_claims.items() if peer in counting}
         return replace(self, replicas=replicas, run_claims=claims)
 
-    def run_tokens(self, witness: str = "") -> int:
+    def run_tokens(self, witness: str) -> int:
         """How many tokens the run has trained on: as the operator's archive, the witness, says;
         where it says nothing, what most peers of stage 0 hold records of at least.
 
@@ -89,7 +89,7 @@ class SwarmView:
         told = self.run_claims.get(witness)
         return cut(told.written, MAX_TEXT) if told is not None else ""
 
-    def says_ended(self, end_tokens: int, witness: str = "") -> bool:
+    def says_ended(self, end_tokens: int, witness: str) -> bool:
         """Whether records of the whole run are held."""
         return self.run_tokens(witness) >= end_tokens
 

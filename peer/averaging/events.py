@@ -64,42 +64,39 @@ class AnchorLease:
     the loop's until `Committed` or `Resynced` comes.
 
     Attributes:
+        leased: whether the averaging process has them.
         on_taken: called in the thread that takes them; the loop does not use them then.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._offered = False
-        self._leased = False
+        self.leased = False
         self.on_taken: Callable[[], None] = lambda: None
-
-    @property
-    def leased(self) -> bool:
-        return self._leased
 
     def offer(self) -> None:
         """The loop does not need them for now."""
         with self._lock:
-            self._offered = not self._leased
+            self._offered = not self.leased
 
     def withdraw(self) -> bool:
         """The loop needs them; whether it has them."""
         with self._lock:
             self._offered = False
-            return not self._leased
+            return not self.leased
 
     def take(self) -> bool:
         """For the averaging process; whether that has them."""
         with self._lock:
             if self._offered:
                 self.on_taken()
-                self._offered, self._leased = False, True
-            return self._leased
+                self._offered, self.leased = False, True
+            return self.leased
 
     def give_back(self) -> None:
         """They are the loop's again."""
         with self._lock:
-            self._leased = False
+            self.leased = False
 
 
 class EventQueue:

@@ -55,7 +55,7 @@ def test_an_odd_value_in_any_field_is_refused_or_fits_in_every_reader(record: Re
             except Malformed:
                 continue
             view = view_of(read)
-            assert view.counted() and not view.says_ended(2**60)
+            assert view.counted() and not view.says_ended(2**60, "")
             assert view.held_by(["b"], 1) in (True, False)
             view.best_claim(0, "")
             assert dial_targets(view.stages, "a", 0) in ({}, {"b": STAGE.addresses})

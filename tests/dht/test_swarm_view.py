@@ -67,9 +67,9 @@ def test_the_run_has_ended_when_most_peers_of_stage_0_hold_all_its_records(
     tokens: list[int], ended: bool
 ) -> None:
     claims = {f"p{number}": claim(9, "d", each) for number, each in enumerate(tokens)}
-    assert SwarmView(me="me", run_claims=claims).says_ended(1000) is ended
+    assert SwarmView(me="me", run_claims=claims).says_ended(1000, "") is ended
     # a stage's own chain says nothing of the run
-    assert not SwarmView(me="me", claims=claims).says_ended(1000)
+    assert not SwarmView(me="me", claims=claims).says_ended(1000, "")
 
 
 def test_what_the_model_writes_counts_from_the_witness_alone() -> None:

@@ -292,8 +292,6 @@ class Assembly:
             member=member,
             reservation=self._reservation,
             coordinator=self.coordinator,
-            num_stages=self._manifest.stages,
-            window=lambda: self._window_limit(member.worker),
         )
 
 

@@ -17,7 +17,6 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -294,16 +293,12 @@ class Serving:
         member: Member,
         reservation: Reservation,
         coordinator: Coordinator,
-        num_stages: int,
-        window: Callable[[], int],
     ):
         self._learner = learner
         self._follower = follower
         self._member = member
         self._reservation = reservation
         self._coordinator = coordinator
-        self._num_stages = num_stages
-        self._window = window
         self._stepped_at = time.monotonic()
         self._head: str = ""
         self._trains = False  # an inner step was taken with that head
@@ -319,7 +314,8 @@ class Serving:
         return self._learner.finished and not self._follower.head
 
     def turn(self) -> None:
-        self._reservation.open({"round": self._learner.round, "window": self._window()})
+        window = self._member.window_limit()
+        self._reservation.open({"round": self._learner.round, "window": window})
         self._take(self._follower.turn(POLL_S))
         move = self._coordinator.move_to
         if move is not None and not self._learner.unsent and self._reservation.state == "free":
@@ -386,7 +382,7 @@ class Serving:
         own = (here[view.me].state for here in view.stages.values() if view.me in here)
         if all(state in ("left", "joining") for state in own):
             return self._learner.status.blocked
-        return "; ".join(unfilled(view.stages, self._num_stages))
+        return "; ".join(unfilled(view.stages, self._member.num_stages))
 
 
 class Trainer:

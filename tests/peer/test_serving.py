@@ -63,7 +63,8 @@ class Server:
 @pytest.fixture
 def served(tmp_path: Path) -> Server:
     loop = Loop(tmp_path, manifest(stages=2), stage=1)
-    follower, member = FakeFollower(), SimpleNamespace(leaving=False)
+    follower = FakeFollower()
+    member = SimpleNamespace(leaving=False, num_stages=2, window_limit=lambda: 7)
     reservation = Reservation(me=ME, stage=1, num_stages=2, on_change=lambda: None)
     role = Serving(
         learner=loop.learner,
@@ -71,8 +72,6 @@ def served(tmp_path: Path) -> Server:
         member=cast("Member", member),
         reservation=reservation,
         coordinator=loop.coordinator,
-        num_stages=2,
-        window=lambda: 7,
     )
     return Server(loop, follower, member, reservation, role)
 

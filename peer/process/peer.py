@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -57,7 +57,7 @@ from dilocox.peer.training.data import BATCH_WINDOWS, written_text
 from dilocox.peer.training.inner_optimizer import clip_factor
 from dilocox.peer.training.loop import Learner, Move, Revised
 from dilocox.peer.training.report import LoopMeter, Reporter
-from dilocox.peer.training.roles import Leading, Serving, Trainer
+from dilocox.peer.training.roles import Leading, Serving, train
 from dilocox.peer.training.snapshot_taking import Snapshots
 from dilocox.pipeline.frames import Frame, FrameLimits
 from dilocox.pipeline.head import Head
@@ -77,7 +77,7 @@ logger = logging.getLogger(__name__)
 
 class Assembly:
     """The parts of one peer that train, after everything is forked: `coordinator` and `network`,
-    two threads that are not started yet, `trainer`, the loop that is to be run while both run, and
+    two threads that are not started yet, `train`, the loop that is to be run while both run, and
     `metrics` and `allowance`, of which its pages tell.
     """
 
@@ -173,7 +173,7 @@ class Assembly:
         )
         reporter.on_event, reporter.on_status = self.metrics.on_event, self.metrics.on_status
         self._meter.sample = lambda: self.coordinator.view.written(local.witness)
-        self.trainer = self._trainer()
+        self.train = self._loop()
 
     def _answer(self, peer: str, request: Frame) -> Frame:
         """To a head that asks for this peer; in the network thread."""
@@ -203,7 +203,7 @@ class Assembly:
         return PartLease(self._local, first=self._snapshots.data.get("part"))
 
     # ---- the loop --------------------------------------------------------------------------------
-    def _trainer(self) -> Trainer:
+    def _loop(self) -> Callable[[], None]:
         manifest, model = self._manifest, self._model
         learner = Learner(
             me=self._local.me,
@@ -234,7 +234,7 @@ class Assembly:
         )
         leads = self._local.stage == 0
         role = self._leading(learner, member) if leads else self._serving(learner, member)
-        return Trainer(learner=learner, role=role, stop=self._stop)
+        return partial(train, learner, role, self._stop)
 
     def _window_limit(self, worker: StageWorker) -> int:
         """Microbatches in flight that this peer has memory for; a last stage stores one."""
@@ -430,7 +430,7 @@ def _take_part(options: PeerOptions, joined: Joined, folder: StateFolder, stop: 
                 page = assembly.allowance.page()
                 at = options.metrics_host, options.metrics_port
                 with served(*at, pages, answer=page.answer, query=page.query), watch:
-                    assembly.trainer.run()
+                    assembly.train()
             except Move as move:
                 # or another one would move there, too
                 announce_joining(joined, options, move.stage)

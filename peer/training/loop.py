@@ -1,6 +1,6 @@
 """The training loop of a peer: inner steps with its replica, and what comes between them.
 
-Runs in the main thread (`Trainer` in roles.py). A peer of stage 0 forms a replica and leads it; a
+Runs in the main thread (`train` in roles.py). A peer of stage 0 forms a replica and leads it; a
 peer of another stage serves the head that recruited it. Who is in no replica follows the records
 and waits: heads for free peers, others for a head. Records and sends are `Learner`'s.
 

@@ -3,7 +3,7 @@ the same for both.
 
 `Leading` is that of a head: data, learning rate, inner steps with its replica, validation losses.
 `Serving` is that of a peer of any stage but the first: it serves the head that recruited it.
-`Trainer` runs either of them beside the `Learner`.
+`train` runs either of them beside the `Learner`.
 
 A role's `turn` does the next piece of work, of a few seconds at most, or waits a moment for some;
 `between_steps` says whether the weights may be changed now, `ended` whether there is nothing more
@@ -385,39 +385,30 @@ class Serving:
         return "; ".join(unfilled(view.stages, self._member.num_stages))
 
 
-class Trainer:
-    """One peer's training; `run` returns when the run has ended or `stop` is set."""
+def train(learner: Learner, role: Leading | Serving, stop: threading.Event) -> None:
+    """Join, then train until the run's end, `stop`, or a failure (which is raised).
 
-    def __init__(self, *, learner: Learner, role: Leading | Serving, stop: threading.Event):
-        self._learner = learner
-        self._role = role
-        self._stop = stop
-
-    def run(self) -> None:
-        """Join, then train until the run's end, a stop, or a failure (which is raised).
-
-        Raises:
-            Move: this peer should start anew as a peer of another stage; everything is on disk.
-            Revised: likewise, as a peer of the same stage.
-            CannotFollow: the run goes on without this peer.
-        """
-        learner, role = self._learner, self._role
-        move: Move | Revised | CannotFollow | None = None
-        try:
-            learner.join()
-            while not (self._stop.is_set() or role.ended):
-                if role.between_steps:
-                    learner.between_steps()
-                role.turn()
-        except (Move, Revised, CannotFollow) as asked:
-            move = asked
-        except (AveragerStuck, ChildDied, EnvironmentFault):
-            with suppress(Exception):  # what is raised says why
-                role.let_go()  # the others need not wait meanwhile
-            learner.keep()
-            raise
-        ended = not self._stop.is_set() and move is None
-        role.release(ended=ended)
-        learner.leave(ended=ended)
-        if move is not None:
-            raise move
+    Raises:
+        Move: this peer should start anew as a peer of another stage; everything is on disk.
+        Revised: likewise, as a peer of the same stage.
+        CannotFollow: the run goes on without this peer.
+    """
+    move: Move | Revised | CannotFollow | None = None
+    try:
+        learner.join()
+        while not (stop.is_set() or role.ended):
+            if role.between_steps:
+                learner.between_steps()
+            role.turn()
+    except (Move, Revised, CannotFollow) as asked:
+        move = asked
+    except (AveragerStuck, ChildDied, EnvironmentFault):
+        with suppress(Exception):  # what is raised says why
+            role.let_go()  # the others need not wait meanwhile
+        learner.keep()
+        raise
+    ended = not stop.is_set() and move is None
+    role.release(ended=ended)
+    learner.leave(ended=ended)
+    if move is not None:
+        raise move

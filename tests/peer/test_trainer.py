@@ -15,8 +15,9 @@ from dilocox.dht.errors import EnvironmentFault, UnreadableManifest
 from dilocox.peer.averaging.averager import AveragerStuck
 from dilocox.peer.averaging.coordinator import ChildDied
 from dilocox.peer.memory_and_disk import gpu_memory
+from dilocox.peer.training import roles
 from dilocox.peer.training.loop import Learner, Move, Revised
-from dilocox.peer.training.roles import Leading, Trainer
+from dilocox.peer.training.roles import Leading
 
 
 class Script:
@@ -59,7 +60,7 @@ def stop() -> threading.Event:
 
 def train(script: Script, stop: threading.Event) -> list[str]:
     try:
-        Trainer(learner=script.learner, role=cast("Leading", script), stop=stop).run()
+        roles.train(script.learner, cast("Leading", script), stop)
     finally:
         assert not script.turns, "it ended too early"
     return script.calls

@@ -489,7 +489,7 @@ def attempt_setup(
     codec_times = [tickets[peer].codec_s for peer in voting]
     deadlines, codec_s = attempt_times(manifest.deadlines, len(phases), growth, codec_times)
     grid = Grid.of(group, tickets.keys(), reducers, manifest.rounds.group_size, voting)
-    steps = manifest.rounds.inner_steps if last is None else last.next_inner_steps
+    rounds = RoundPlan(manifest, codec)
     template = RoundRecord(
         run=plan.run,
         stage=plan.stage,
@@ -502,7 +502,7 @@ def attempt_setup(
         chain_tokens=0 if last is None else last.chain_tokens,
         standings=before,
         window=() if last is None else last.window,
-        next_inner_steps=steps,
+        next_inner_steps=rounds.inner_steps_after(last),
     )
     return AttemptSetup(
         me=me,
@@ -515,7 +515,7 @@ def attempt_setup(
         phases=phases,
         excluded=part.excluded,
         lacking=part.lacking,
-        plan=RoundPlan(manifest, codec),
+        plan=rounds,
         deadlines=deadlines,
         codec_s=codec_s,
         robust=manifest.rounds.robust,

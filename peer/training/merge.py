@@ -470,9 +470,7 @@ class Merge:
         is not finite. Its tokens are lost.
         """
         self.residual.clear()
-        self._nothing_unsent()
-        if not self.fly:
-            self._nothing_doubled()
+        self.drop()
         self.progress.stand_on(self.anchor)
         self.progress.rebase(self.anchor, self._in_flight(), self.config.weight)
 

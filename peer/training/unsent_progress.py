@@ -56,14 +56,6 @@ class Progress:
             if vector.numel() and vector.data_ptr() == self.live.data_ptr():
                 raise ValueError("a vector shares memory with the live weights: pass a copy")
 
-    def unsent(self) -> Tensor:
-        """`start - live` as a new vector."""
-        return self.start - self.live_on_host()
-
-    def live_on_host(self) -> Tensor:
-        """The live weights beside `start`; themselves where they are on its device already."""
-        return self.live.to(self.start.device)
-
     @torch.no_grad()
     def take(self) -> Tensor:
         """All unsent progress as a new vector; nothing is unsent after it."""

@@ -16,6 +16,12 @@ def one(value: float) -> Tensor:
     return torch.tensor([value], dtype=torch.float64)
 
 
+def unsent(merge: Merge) -> Tensor:
+    """What this peer learnt and has not sent, as a new vector."""
+    progress = merge.progress
+    return progress.start - progress.live.to(progress.start.device)
+
+
 class Peer:
     """One weight, its merge state, and the chain of records it sees."""
 

@@ -18,7 +18,7 @@ import torch
 
 from dilocox.dht.manifest import CodecSpec, OuterSpec, RoundSpec
 from dilocox.peer.training.merge import Merge, MergeConfig, Outcome, RecordFacts, Remainder
-from tests.peer.merging import Peer
+from tests.peer.merging import Peer, unsent
 
 H = 4
 
@@ -247,7 +247,7 @@ def test_error_of_the_codec_goes_with_the_next_message() -> None:
     assert peer.send(1) == 4.5
     peer.merge.void(1)  # E is 0.5 again, and start - p is 4
     assert peer.merge.residual.values.item() == 0.5
-    assert peer.merge.progress.unsent().item() == 4
+    assert unsent(peer.merge).item() == 4
 
 
 def test_left_out_parts_stay_whole_and_undecayed_in_the_residual() -> None:

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dilocox.peer.training.merge import Merge, MergeConfig, Outcome, RecordFacts, Remainder
+from tests.peer.merging import unsent
 
 Draw = tuple[int, int, int]
 Schedule = list[tuple[int, Draw]]
@@ -281,7 +282,7 @@ class World:
     def gap(self) -> Tensor:
         held = [send.message for send in self.merge.fly.values() if not send.dropped]
         flying = sum(held, self.vector(0, 0, 0))
-        kept = self.merge.residual.values + flying + self.merge.progress.unsent()
+        kept = self.merge.residual.values + flying + unsent(self.merge)
         return self.stepped - (self.counted + kept + self.forgone)
 
     def tokens_gap(self) -> int:

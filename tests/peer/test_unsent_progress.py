@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dilocox.peer.training import unsent_progress
 from dilocox.peer.training.merge import Merge, MergeConfig, RecordFacts
+from tests.peer.merging import unsent
 
 CONFIG = MergeConfig(weight=0.75, decay=1.0)
 
@@ -68,5 +69,5 @@ def test_live_weights_on_a_gpu_end_as_on_the_cpu() -> None:
         facts = RecordFacts(round=0, digest="d0", previous="", contributor=False)
         merge.commit(facts, torch.full((1000,), 3.0), torch.zeros(1000))
         merge.void(1)
-        ends.append(torch.cat([merge.state()[0]["live"].cpu(), merge.progress.unsent()]))
+        ends.append(torch.cat([merge.state()[0]["live"].cpu(), unsent(merge)]))
     assert torch.equal(ends[0], ends[1])

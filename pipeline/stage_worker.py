@@ -60,14 +60,12 @@ def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().reshape(len(targets), -1), targets, reduction="sum")
 
 
-def next_token_loss(logits: Tensor, windows: Tensor, reduction: str = "mean") -> Tensor:
-    """The cross-entropy, in fp32 nats, of logits [b, t, v] against windows int64 [b, t + 1].
-
-    reduction: "mean" or "sum" over all b * t tokens.
+def next_token_loss(logits: Tensor, windows: Tensor) -> Tensor:
+    """The cross-entropy, in fp32 nats a token, of logits [b, t, v] against windows int64
+    [b, t + 1].
     """
     targets = windows[:, 1:].reshape(-1)
-    total = summed_loss(logits, targets)
-    return total / len(targets) if reduction == "mean" else total
+    return summed_loss(logits, targets) / len(targets)
 
 
 _SMOOTHING = 0.2  # weight of the newest measurement of a time

@@ -51,7 +51,7 @@ from dilocox.peer.averaging.data_lease import place_of, position_of
 from dilocox.peer.training.data_mixture import MixedSource, MixedStream, open_mixture
 from dilocox.peer.training.data_sources import DocumentStream, require_hub
 from dilocox.pipeline.pretrained import split_commit
-from dilocox.pipeline.stage_worker import next_token_loss
+from dilocox.pipeline.stage_worker import summed_loss
 
 logger = logging.getLogger(__name__)
 
@@ -531,7 +531,7 @@ def validation_loss(logits_of: Callable[[Tensor], Tensor], windows: Tensor) -> f
     """
     total = 0.0
     for batch in batches_of(windows):
-        total += float(next_token_loss(logits_of(batch[:, :-1]), batch, "sum"))
+        total += float(summed_loss(logits_of(batch[:, :-1]), batch[:, 1:].reshape(-1)))
     return total / (windows.shape[0] * (windows.shape[1] - 1))
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from dilocox.dht.errors import InvalidInput
 from dilocox.pipeline.partition import load_config, plan_stages
-from dilocox.pipeline.stage_worker import next_token_loss
+from dilocox.pipeline.stage_worker import next_token_loss, summed_loss
 from tests.pipeline.chains import Chain, Config, batches, chain
 from tests.pipeline.conftest import FAMILIES, MIXTURES
 
@@ -88,7 +88,7 @@ def test_an_evaluation_asks_no_router(mixture_config: Config) -> None:
         hidden, auxiliary = chained.stages[0].hidden_states(windows[:, :-1])
         logits = chained.stages[0].logits(hidden)
     assert auxiliary is None
-    expected = float(next_token_loss(logits, windows, "sum"))
+    expected = float(summed_loss(logits, windows[:, 1:].reshape(-1)))
     assert chained.workers[0].evaluate(None, windows) == pytest.approx(expected, rel=1e-6)
 
 

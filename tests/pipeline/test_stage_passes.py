@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dilocox.peer.training.inner_optimizer import InnerOptimizer
 from dilocox.pipeline.partition import plan_stages
 from dilocox.pipeline.stage import StageModule, build_stage
-from dilocox.pipeline.stage_worker import StagePasses, StageWorker, next_token_loss
+from dilocox.pipeline.stage_worker import StagePasses, StageWorker, next_token_loss, summed_loss
 from tests.pipeline.chains import SEED, SPEC, Config, batches, chain, same, weights
 
 PIECES = 1  # logits at once: pieces of as few tokens as there may be, 256
@@ -79,7 +79,7 @@ def test_a_loss_in_one_piece_is_the_plain_one_to_the_last_bit(llama_config: Conf
 def test_a_validation_loss_in_pieces_is_that_of_all_logits(llama_config: Config) -> None:
     stage, windows = build_stage(llama_config, 0, 1, SEED), random_windows(llama_config)
     with torch.no_grad():
-        expected = float(next_token_loss(stage(windows[:, :-1]), windows, "sum"))
+        expected = float(summed_loss(stage(windows[:, :-1]), windows[:, 1:].reshape(-1)))
     found = passes_of(stage, logits_at_once=PIECES).evaluate(None, windows)
     assert found == pytest.approx(expected, rel=1e-6)
 

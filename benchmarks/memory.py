@@ -133,7 +133,7 @@ class Bench:
         window = window_size(
             stages=self._num_stages,
             microbatches=self._batch.microbatches,
-            round_trip_s=None,
+            round_trip_s=0.0,
             compute_s=0.0,
             limit=self._batch.microbatches,
         )

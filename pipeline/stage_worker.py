@@ -378,7 +378,7 @@ def window_size(
     *,
     stages: int,
     microbatches: int,
-    round_trip_s: float | None,
+    round_trip_s: float,
     compute_s: float,
     limit: int,
 ) -> int:
@@ -388,11 +388,11 @@ def window_size(
     all stages and back; at least one for every stage, and twice that while nothing is measured.
 
     round_trip_s: what one microbatch spends on links, down the whole chain and back up, transfers
-    included; None while unknown. compute_s: of one forward plus one backward on the slowest stage;
-    0 while unknown. limit: what memory or the manifest allows; goes before all the rest, but one
-    is always let through.
+    included. compute_s: of one forward plus one backward on the slowest stage; 0 while unknown.
+    limit: what memory or the manifest allows; goes before all the rest, but one is always let
+    through.
     """
-    if round_trip_s is None or compute_s <= 0:
+    if compute_s <= 0:
         wanted = 2 * stages
     else:
         # Little's law: in flight = rate * time = (stages * compute_s + round_trip_s) / compute_s

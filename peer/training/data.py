@@ -49,7 +49,7 @@ from dilocox.dht.manifest import DataSpec
 from dilocox.dht.names import cut
 from dilocox.peer.averaging.data_lease import place_of, position_of
 from dilocox.peer.training.data_mixture import MixedSource, MixedStream, open_mixture
-from dilocox.peer.training.data_sources import DocumentStream, require_hub
+from dilocox.peer.training.data_sources import DocumentStream, json_sha256, require_hub
 from dilocox.pipeline.pretrained import split_commit
 from dilocox.pipeline.stage_worker import summed_loss
 
@@ -129,8 +129,8 @@ def tokenizer_digest(tokenizer: Tokenizer) -> str:
     """
     vocabulary = tokenizer.vocabulary()
     text = _PROBE + "\n".join(sorted(vocabulary)).encode(errors="replace")
-    words = [sorted(vocabulary.items()), tokenizer.eos_id, tokenizer.encode(text).tolist()]
-    return hashlib.sha256(json.dumps(words).encode()).hexdigest()
+    ids = tokenizer.encode(text).tolist()
+    return json_sha256(sorted(vocabulary.items()), tokenizer.eos_id, ids)
 
 
 def check_tokenizer(data: DataSpec, tokenizer: Tokenizer, model: Mapping[str, Any]) -> None:
@@ -433,8 +433,8 @@ class Corpus(Iterator[torch.Tensor]):
         return True
 
     def _identity(self) -> str:
-        words = [self._source.fingerprint, self._spec.tokenizer, self._sequence_length, self._seed]
-        return hashlib.sha256(json.dumps(words).encode()).hexdigest()
+        source = self._source.fingerprint
+        return json_sha256(source, self._spec.tokenizer, self._sequence_length, self._seed)
 
     def _reader(self, part: int) -> _PartReader:
         return _PartReader(

@@ -8,8 +8,6 @@ epoch is over when each has ended at least once.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -17,7 +15,7 @@ from typing import Any
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import DataSpec
 from dilocox.dht.manifest_sections import SourceSpec
-from dilocox.peer.training.data_sources import DataSource, DocumentStream, open_source
+from dilocox.peer.training.data_sources import DataSource, DocumentStream, json_sha256, open_source
 
 
 def open_mixture(spec: DataSpec) -> MixedSource:
@@ -40,8 +38,7 @@ class MixedSource:
     @property
     def fingerprint(self) -> str:
         """A digest of the files of all and their weights."""
-        words = [[source.fingerprint, source.spec.weight] for source in self.sources]
-        return hashlib.sha256(json.dumps(words).encode()).hexdigest()
+        return json_sha256(*((source.fingerprint, source.spec.weight) for source in self.sources))
 
     def part(self, part: int, order: str) -> DocumentStream | MixedStream:
         """Open a part; see `DataSource.part`."""

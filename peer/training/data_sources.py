@@ -475,7 +475,8 @@ class DataSource:
                 self.spec,
                 lambda row: row >= first and (row - first) % parts == part,
             )
-        pieces = sorted(self.parts[part], key=lambda piece: _hash(order, piece.name, piece.start))
+        mine = self.parts[part]
+        pieces = sorted(mine, key=lambda each: json_sha256(order, each.name, each.start))
         return DocumentStream(self._open(pieces), self.spec, lambda row: True)
 
     def held_out_documents(self) -> Iterator[bytes]:
@@ -514,7 +515,7 @@ def _open_stdlib(spec: DataSpec) -> DataSource:
     training, held_out = library_files()
     parts: list[list[Piece]] = [[] for _ in range(spec.parts)]
     for piece in training:
-        parts[int(_hash(piece.name), 16) % spec.parts].append(piece)
+        parts[int(json_sha256(piece.name), 16) % spec.parts].append(piece)
     return DataSource(
         spec=spec,
         held_out=tuple(held_out),
@@ -564,7 +565,7 @@ def _are_even(source: DataSource) -> bool:
 
 def _deal(spec: DataSpec, pieces: list[Piece], open_pieces: Opener, fingerprint: str) -> DataSource:
     """Deal pieces out in the order of their hashes: to the held-out part, then round the parts."""
-    pieces = sorted(pieces, key=lambda piece: _hash(piece.name, piece.start))
+    pieces = sorted(pieces, key=lambda piece: json_sha256(piece.name, piece.start))
     budget = _held_out_bytes([piece.size for piece in pieces])
     count = 0
     while budget > 0:
@@ -587,8 +588,9 @@ def _held_out_bytes(sizes: Sequence[int]) -> int:
 def _fingerprint(spec: DataSpec, files: Sequence[Piece]) -> str:
     listed = sorted((file.name, file.size) for file in files)
     chosen = (spec.subset, spec.revision, spec.split)
-    return _hash(_DEALING, spec.format, chosen, spec.text_field, spec.parts, listed)
+    return json_sha256(_DEALING, spec.format, chosen, spec.text_field, spec.parts, listed)
 
 
-def _hash(*words: object) -> str:
+def json_sha256(*words: object) -> str:
+    """The sha256 (hex) of a list of these as JSON."""
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()

@@ -24,7 +24,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import torch
 from pydantic import Field, TypeAdapter, ValidationError
@@ -175,11 +175,10 @@ class RoundRecord:
             if mean
         }
         # one metadata entry only: safetensors keeps them in a hash map, whose order is random
-        text = json.dumps(self.header(), sort_keys=True, separators=(",", ":"))
-        return save(tensors, metadata={"record": text})
+        return save(tensors, metadata={"record": self.header()})
 
-    def header(self) -> dict[str, Any]:
-        """All but the means, as it stands in the header."""
+    def header(self) -> str:
+        """All but the means, as it stands in the header: canonical JSON."""
         names = [member.peer for member in self.members]
         places = {name: place for place, name in enumerate(names)}
         header = {name: getattr(self, name) for name in _HEADER_FIELDS}
@@ -191,7 +190,7 @@ class RoundRecord:
             [each.phase, places[each.reducer], each.start, each.stop, bits]
             for each, bits in zip(self.parts, contributors, strict=True)
         ]
-        return header
+        return json.dumps(header, sort_keys=True, separators=(",", ":"))
 
     @property
     def tokens(self) -> int:
@@ -525,8 +524,7 @@ def _longest_header(codec: StageCodec, members: int) -> bytes:
         _tensor_name(index): {"dtype": "U8", "shape": [means], "data_offsets": [means, means]}
         for index in range(len(parts))
     }
-    text = json.dumps(record.header(), sort_keys=True, separators=(",", ":"))
-    return json.dumps({"__metadata__": {"record": text}} | tensors).encode()
+    return json.dumps({"__metadata__": {"record": record.header()}} | tensors).encode()
 
 
 def max_record_bytes(codec: StageCodec) -> int:

@@ -193,13 +193,9 @@ class RoundView:
 
     @property
     def _quorum(self) -> int:
-        return _quorum(len(self.replicas))
-
-
-def _quorum(replicas: int) -> int:
-    """Half of them, rounded up, at least 2 where 2 are known."""
-    known = max(1, replicas)
-    return max((known + 1) // 2, min(2, known))
+        """Half of the replicas, rounded up, at least 2 where 2 are known."""
+        known = max(1, len(self.replicas))
+        return max((known + 1) // 2, min(2, known))
 
 
 def newest_credible(own: int, last_record: int, stated: Iterable[int]) -> int:

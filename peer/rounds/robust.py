@@ -29,7 +29,7 @@ found.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, median_low
 from typing import TypeVar
@@ -105,11 +105,6 @@ def weighted_sum(values: Tensor, weights: Sequence[float]) -> Tensor:
 def in_order(found: Mapping[int, Tensor]) -> Tensor:
     """The sum over pieces in their order, whichever thread was first."""
     return torch.stack([found[start] for start in sorted(found)]).sum(dim=0)
-
-
-def kept(names: Collection[str], by: Sequence[float]) -> tuple[str, ...]:
-    """Whose values are in the average."""
-    return tuple(name for name, factor in zip(names, by, strict=True) if factor > 0)
 
 
 @dataclass(frozen=True)

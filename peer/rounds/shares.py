@@ -30,7 +30,6 @@ from dilocox.peer.rounds.robust import (
     along_median,
     factors,
     in_order,
-    kept,
     likeness,
     not_of_ours,
     weighted_sum,
@@ -110,7 +109,7 @@ class Reduction:
         if self._voters and not any(votes):  # nobody to judge them by
             return None
         by = factors(self._rule, [self._norms[name] for name in names], votes, along)
-        believed = kept(names, by)
+        believed = tuple(name for name, each in zip(names, by, strict=True) if each > 0)
         tokens = sum(self._weight[name] for name in believed)
         shares = [self._weight[name] / tokens * each for name, each in zip(names, by, strict=True)]
         mean = torch.empty(self._numel)

@@ -94,7 +94,8 @@ def measure(values: Tensor, bits: int, seconds: float) -> Row:
         peak_memory(lambda: codec.decode(payload, numel)),
         peak_memory(lambda: codec.decode(payload, numel, out)),
     ]
-    return row(codec.name, payload.numel() / input_bytes, speeds, peaks, input_bytes)
+    name = "fp32" if bits == 32 else f"int{bits}"
+    return row(name, payload.numel() / input_bytes, speeds, peaks, input_bytes)
 
 
 def measure_copies(values: Tensor, seconds: float) -> Row:

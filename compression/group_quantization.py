@@ -209,11 +209,6 @@ class GroupCodec:
             raise ValueError(f"codec max_factor {self.max_factor!r}: choose 2^-96 to 2^96")
 
     @property
-    def name(self) -> str:
-        """A short name for tables and records: int2, int4, int8, int16 or fp32."""
-        return "fp32" if self.bits == _RAW_BITS else f"int{self.bits}"
-
-    @property
     def group_size(self) -> int:
         """Values that share a scale."""
         return TWO_BIT_GROUP if self.bits == 2 else GROUP_SIZE

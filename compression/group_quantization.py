@@ -76,6 +76,11 @@ def group_count(numel: int, size: int = GROUP_SIZE) -> int:
     return -(-numel // size)
 
 
+def padded(numel: int) -> int:
+    """`numel`, filled up to whole groups of 64."""
+    return group_count(numel) * GROUP_SIZE
+
+
 def block_size(tensor: Tensor) -> int:
     """How many values to work on at a time, a multiple of 64. Results do not depend on it."""
     return CPU_BLOCK if tensor.device.type == "cpu" else _DEVICE_BLOCK
@@ -409,8 +414,8 @@ class GroupCodec:
             if len(target) == len(codes):
                 target.copy_(codes).view(-1, size).mul_(steps[groups])
             else:
-                padded = codes.float().view(-1, size).mul_(steps[groups])
-                target.copy_(padded.view(-1)[: len(target)])
+                whole = codes.float().view(-1, size).mul_(steps[groups])
+                target.copy_(whole.view(-1)[: len(target)])
 
 
 def _check_scales(scales: Tensor, factor: float) -> None:

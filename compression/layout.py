@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from dilocox.compression.group_quantization import GROUP_SIZE, group_count
+from dilocox.compression.group_quantization import GROUP_SIZE, group_count, padded
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class FlatLayout:
                 raise ValueError(f"tensor {name!r} has shape {shape}: sizes must be 0 or more")
             names.add(name)
             slices.append(TensorSlice(name, shape, start, math.prod(shape)))
-            start += group_count(slices[-1].numel) * GROUP_SIZE
+            start += padded(slices[-1].numel)
         return cls(tuple(slices))
 
     @cached_property
@@ -57,7 +57,7 @@ class FlatLayout:
         if not self.slices:
             return 0
         last = self.slices[-1]
-        return last.start + group_count(last.numel) * GROUP_SIZE
+        return last.start + padded(last.numel)
 
     @cached_property
     def digest(self) -> str:

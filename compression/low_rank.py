@@ -37,7 +37,7 @@ from dilocox.compression.exact import (
     round_directions,
     strongest,
 )
-from dilocox.compression.group_quantization import GROUP_SIZE, group_count
+from dilocox.compression.group_quantization import group_count, padded
 from dilocox.compression.layout import FlatLayout, TensorSlice
 from dilocox.compression.workers import ALONE, PIECE, Workers
 
@@ -60,11 +60,6 @@ def matrices_of(shape: Sequence[int]) -> tuple[int, int, int] | None:
     if len(shape) == 3 and shape[1] > 1:
         return shape[0], shape[1], shape[2]
     return 1, math.prod(shape[:-1]), shape[-1]
-
-
-def padded(numel: int) -> int:
-    """`numel`, filled up to whole groups of 64."""
-    return group_count(numel) * GROUP_SIZE
 
 
 @dataclass(frozen=True)

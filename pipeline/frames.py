@@ -45,7 +45,7 @@ from pydantic import (
     ValidationError,
 )
 
-from dilocox.compression.group_quantization import GROUP_SIZE, GroupCodec
+from dilocox.compression.group_quantization import GroupCodec, padded
 from dilocox.dht.wire import Malformed, Many, pack, unpack
 
 CODECS: Final = ("fp32", "bf16", "int8", "int4")  # most faithful first
@@ -83,9 +83,7 @@ def window_bytes(windows: int, sequence_length: int) -> int:
 
 def coded_width(codec: str, hidden_size: int) -> int:
     """Values per token as coded: int8 and int4 fill a token up to whole groups of 64."""
-    if codec not in ("int8", "int4"):
-        return hidden_size
-    return -(-hidden_size // GROUP_SIZE) * GROUP_SIZE
+    return padded(hidden_size) if codec in ("int8", "int4") else hidden_size
 
 
 MAX_INTEGER: Final = 2**53

@@ -130,7 +130,7 @@ class Snapshots:
                 return False
             snapshot = self._snapshot_of(merge, optimizer, data())
             rate = self._haste * self._bytes_per_s
-            self._writing = Background(self._folder, snapshot, self._number, bytes_per_s=rate)
+            self._writing = Background(self._folder, snapshot, self._number, rate)
         if not self._writing.ended:
             return False
         writing, self._writing = self._writing, None
@@ -161,7 +161,6 @@ class Snapshots:
         """Write everything now, the data position too; EnvironmentFault if the disk is full."""
         if self._writing is not None:
             self._writing.give_up()
-            self._writing.join()
             self._writing = None
         began = time.monotonic()
         snapshot = self._snapshot_of(merge, optimizer, data)
@@ -229,9 +228,7 @@ class Background:
         complete: whether it is on the disk.
     """
 
-    def __init__(
-        self, folder: Path, snapshot: Snapshot, number: int, *, bytes_per_s: float = BYTES_PER_S
-    ):
+    def __init__(self, folder: Path, snapshot: Snapshot, number: int, bytes_per_s: float):
         self.complete = False
         self._bytes_per_s = bytes_per_s
         tensors = tensors_of(snapshot)
@@ -279,11 +276,8 @@ class Background:
                 self._follow()
 
     def give_up(self) -> None:
-        """Let it end; `join` waits for that."""
+        """Let it end, and wait for that; EnvironmentFault where the disk does not let it."""
         self._given_up.set()
-
-    def join(self) -> None:
-        """Wait until it has ended; raises EnvironmentFault where the disk does not let it."""
         self._thread.join(DISK_LIMIT_S)
         if not self.ended:
             raise EnvironmentFault(f"the disk has not answered for {DISK_LIMIT_S:.0f} s")

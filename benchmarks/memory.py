@@ -116,7 +116,7 @@ class Bench:
         self._hidden_size: int = manifest.model["hidden_size"]
         layout = FlatLayout.of(parameter_shapes(manifest.model, manifest.stages, stage))
         self.buffers = StageBuffers.allocate(layout.numel)
-        snapshots = Snapshots(folder, layout=layout.digest)
+        snapshots = Snapshots(folder, layout=layout.digest, period_s=1500.0)
         device = device or torch.device("cpu")
         self.model = local_model(manifest, stage, layout, self.buffers, snapshots, device)
         self.worker = StageWorker(

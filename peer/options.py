@@ -491,7 +491,7 @@ class PeerOptions(HostingOptions):
         Ge(0),
         "Time between snapshots of this peer's training, which a crash may cost; each writes 28 "
         "bytes a parameter to the disk.",
-    ] = 25
+    ] = 25  # so 6 bytes a parameter in a round of five minutes
 
     @property
     def monthly_traffic_bytes(self) -> float | None:

@@ -52,7 +52,6 @@ logger = logging.getLogger(__name__)
 _SHARED = ("anchor", "momentum")  # in a file of their own, for joiners
 MAX_LINES = 64  # of sends between two snapshots: each of them tells that something was sent
 
-PERIOD_S = 1500.0  # between snapshots: 28 bytes a parameter each are 6 in a round of five minutes
 REST = 20  # so many times as long as a snapshot took, at least, no other is begun
 BYTES_PER_S = 128e6  # to the disk, on which others want to write, too
 MOST_HASTE = 16.0  # so many times as fast, at most, after snapshots that were cut off
@@ -71,12 +70,7 @@ class Snapshots:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        layout: str,
-        period_s: float = PERIOD_S,
-        bytes_per_s: float = BYTES_PER_S,
+        self, folder: Path, *, layout: str, period_s: float, bytes_per_s: float = BYTES_PER_S
     ):
         self._folder = folder
         self._bytes_per_s = bytes_per_s

@@ -163,7 +163,10 @@ class Loop:
         )
         self.buffers = StageBuffers.allocate(self.layout.numel)
         self.snapshots = Snapshots(
-            folder / "snapshots", layout=self.layout.digest, bytes_per_s=bytes_per_s
+            folder / "snapshots",
+            layout=self.layout.digest,
+            period_s=1500.0,
+            bytes_per_s=bytes_per_s,
         )
         self.model: LocalModel = local_model(
             self.manifest,

@@ -43,7 +43,7 @@ def own_record(loop: Loop) -> None:
 
 
 def snapshots(loop: Loop) -> Snapshots:
-    return Snapshots(loop.folder / "snapshots", layout=loop.layout.digest)
+    return Snapshots(loop.folder / "snapshots", layout=loop.layout.digest, period_s=1500.0)
 
 
 def loop_with(folder: Path, **outer: Any) -> Loop:

@@ -150,11 +150,8 @@ class Member:
         self.worker.restart()
 
     def _connect(self, key: LinkKey, peer: str, dials: bool) -> None:
-        if dials:
-            hello = self._frame("hello", facts={"upper_stage": key.upper_stage})
-            self.network.open_link(key, peer, hello)
-        else:
-            self.network.expect_link(key, peer)
+        hello = self._frame("hello", facts={"upper_stage": key.upper_stage})
+        self.network.open_link(key, peer, hello if dials else None)
 
     # ---- what comes in ---------------------------------------------------------------------------
     def handle(self, message: Message) -> MemberEvent | None:

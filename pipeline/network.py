@@ -162,13 +162,23 @@ class Network:
         return dict.fromkeys(frames)
 
     # ---- from any thread: links ------------------------------------------------------------------
-    def open_link(self, key: LinkKey, peer: str, hello: Frame) -> None:
-        """Dial a neighbour until it admits the link: `Opened`, or in the end `Broken` (missing)."""
-        self._begin(key, peer, hello)
-
-    def expect_link(self, key: LinkKey, peer: str) -> None:
-        """Let a neighbour dial: `Opened`, or in the end `Broken` (missing)."""
-        self._begin(key, peer, None)
+    def open_link(self, key: LinkKey, peer: str, hello: Frame | None) -> None:
+        """Dial a neighbour with this until it admits the link, or (None) let it dial: `Opened`, or
+        in the end `Broken` (missing).
+        """
+        link = Link(
+            key,
+            peer,
+            loop=self.thread.loop,
+            limits=self._limits,
+            inbox=self.inbox,
+            traffic=self._traffic,
+            expected=hello is None,
+        )
+        with self._lock:
+            self._drop(key)
+            self._links[key], self._backlogs[key] = link, link.backlog
+        self.thread.post(lambda: self._give_life(link, hello))
 
     def send(self, key: LinkKey, frame: Frame) -> None:
         """Queue a frame, also before the link stands; nothing happens if it is gone.
@@ -200,21 +210,6 @@ class Network:
         """What was measured of a link; nothing if it is gone."""
         link = self._links.get(key)
         return LinkFacts() if link is None else link.facts()
-
-    def _begin(self, key: LinkKey, peer: str, hello: Frame | None) -> None:
-        link = Link(
-            key,
-            peer,
-            loop=self.thread.loop,
-            limits=self._limits,
-            inbox=self.inbox,
-            traffic=self._traffic,
-            expected=hello is None,
-        )
-        with self._lock:
-            self._drop(key)
-            self._links[key], self._backlogs[key] = link, link.backlog
-        self.thread.post(lambda: self._give_life(link, hello))
 
     def _drop(self, key: LinkKey) -> None:
         if key in self._backlogs:

@@ -129,7 +129,7 @@ class Peer:
 
     def expect(self, other: str, side: Literal["upper", "lower"], epoch: int = 1) -> LinkKey:
         key = LinkKey(REPLICA, epoch, 0, side)
-        self.network.expect_link(key, other)
+        self.network.open_link(key, other, None)
         return key
 
     def next(self, kind: type[M], timeout_s: float = PATIENCE_S) -> M:

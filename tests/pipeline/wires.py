@@ -93,11 +93,9 @@ class Box(Network):
     def active(self) -> bool:
         return self.alive and self.frozen_at is None
 
-    def open_link(self, key: LinkKey, peer: str, hello: Frame) -> None:
-        self.ends[key] = End(self, key, peer, over_the_wire(hello), self._wires.now)
-
-    def expect_link(self, key: LinkKey, peer: str) -> None:
-        self.ends[key] = End(self, key, peer, None, self._wires.now)
+    def open_link(self, key: LinkKey, peer: str, hello: Frame | None) -> None:
+        sent = None if hello is None else over_the_wire(hello)
+        self.ends[key] = End(self, key, peer, sent, self._wires.now)
 
     def send(self, key: LinkKey, frame: Frame) -> None:
         data = encode_prefix_and_header(frame) + frame.payload

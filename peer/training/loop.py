@@ -315,20 +315,17 @@ class Learner:
     # ---- events ----------------------------------------------------------------------------------
     def take_events(self, wait_s: float = 0.0) -> None:
         """Merge what has come, waiting so long for the first."""
-        while self._take_next(wait_s):
-            wait_s = 0.0
-
-    def _take_next(self, wait_s: float = 0.0) -> bool:
         if wait_s > 0:
             self._lease.offer()
-        event = self._coordinator.events.get(wait_s)
-        self._lease.withdraw()
-        if event is None:
-            return False
-        with self._meter.waiting("merge"):
-            self._take(event)
-        event.taken.set()
-        return True
+        while True:
+            event = self._coordinator.events.get(wait_s)
+            self._lease.withdraw()
+            if event is None:
+                return
+            with self._meter.waiting("merge"):
+                self._take(event)
+            event.taken.set()
+            wait_s = 0.0
 
     def _offer(self) -> None:
         """For the time of an inner step; but where records wait for a round's end, and would keep

@@ -49,9 +49,9 @@ class MemoryNeeds:
     """
 
     values: int
-    activations: int
-    gpu_activations: int
-    encoded: int
+    activations: int = 0
+    gpu_activations: int = 0
+    encoded: int = 0
     kept: int = 0
     gpu_kept: int = 0
     offload: bool = False

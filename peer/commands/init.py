@@ -14,7 +14,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import resources
@@ -100,13 +100,13 @@ def run_init_command(options: InitOptions) -> int:
     from dilocox.pipeline.partition import plan_stages
 
     given = {"name": name, "model": model, "data": data, "end_tokens": MAX_TOKENS}
-    plans = plan_stages(_described(given, 1).model, 1)
-    parameters = sum(plan.num_parameters for plan in plans)
+    whole = _described(given, 1)
+    parameters = sum(plan.num_parameters for plan in plan_stages(whole.model, 1))
     usual = f"{float(f'{TOKENS_A_PARAMETER * parameters:.1e}'):_.0f}"
     tokens = ask("tokens", "Tokens to train on", usual, token_count)
     typer.echo("reckoning what it takes ...", err=True)
     stages = options.stages
-    run = _described(given, stages) if stages else _with_fewest_stages(given, machines)
+    run = _described(given, stages) if stages else _with_fewest_stages(whole, machines)
     run = _fitted(run, machines, tokens)
     text = (resources.files("dilocox.peer.commands") / "run_template.yaml").read_text("utf-8")
     fewest = f"as few as fit {size(machines.memory_bytes)} of memory"
@@ -196,25 +196,19 @@ def _described(given: dict[str, Any], stages: int) -> Manifest:
     return Manifest.from_dict(completed(given | {"stages": stages}))
 
 
-def _with_fewest_stages(given: dict[str, Any], machines: Hardware) -> Manifest:
+def _with_fewest_stages(whole: Manifest, machines: Hardware) -> Manifest:
     """Cut so that each slice fits the smallest machine; raises InvalidInput where none would."""
-    from dilocox.peer.process.prepare import memory_of_stages
-    from dilocox.pipeline.partition import plan_stages
+    from dilocox.peer.process.prepare import fewest_stages
 
-    room, least = SPARE_SHARE * machines.memory_bytes, math.inf
-    for stages in range(1, machines.number + 1):
-        manifest = _described(given, stages)
-        try:
-            largest = max(each.num_parameters for each in plan_stages(manifest.model, stages))
-        except InvalidInput:  # it has no more layers
-            if stages == 1:
-                raise
-            break
-        least = MemoryNeeds(values=largest, activations=0, gpu_activations=0, encoded=0).on_cpu
-        if least <= room:  # else the whole plan, which takes seconds, is above it, too
-            least = max(needs.on_cpu for needs in memory_of_stages(manifest))
-            if least <= room:
-                return manifest
+    least = 0
+
+    def fit(needed: Sequence[MemoryNeeds]) -> bool:
+        nonlocal least
+        least = max(each.on_cpu for each in needed)
+        return least <= SPARE_SHARE * machines.memory_bytes
+
+    if (stages := fewest_stages(whole, machines.number, fit)) is not None:
+        return replace(whole, stages=stages)
     raise InvalidInput(
         f"--machines {machines.shown}: a stage takes {size(least)} of memory even in the smallest "
         "slices that so many machines hold; choose a smaller model, or more or larger machines"

@@ -274,6 +274,22 @@ def memory_of_stages(
     return needed
 
 
+def fewest_stages(
+    manifest: Manifest, most: int, fit: Callable[[Sequence[MemoryNeeds]], bool]
+) -> int | None:
+    """The least number of stages, up to `most`, that fit the machines; None where none does."""
+    for stages in range(1, most + 1):
+        cut = replace(manifest, stages=stages)
+        try:
+            plans = plan_stages(cut.model, stages)
+        except InvalidInput:  # it has no more layers
+            return None
+        vectors = MemoryNeeds(values=max(each.num_parameters for each in plans))
+        if fit([vectors]) and fit(memory_of_stages(cut)):  # the latter is seconds of work
+            return stages
+    return None
+
+
 def stage_kinds(manifest: Manifest) -> list[int]:
     """A stage of each kind: the first, the last, and one between, where all are nearly alike."""
     return sorted({0, min(1, manifest.stages - 1), manifest.stages - 1})

@@ -23,7 +23,7 @@ from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_sections import CodecSpec
 from dilocox.peer.memory_and_disk import SPARE_SHARE, MemoryNeeds, size
-from dilocox.peer.process.prepare import memory_of_stages, stage_kinds
+from dilocox.peer.process.prepare import fewest_stages, memory_of_stages, stage_kinds
 from dilocox.peer.rounds.grid import Grid
 from dilocox.peer.rounds.rank_choice import least_inner_steps
 from dilocox.peer.rounds.record import stage_codec
@@ -200,23 +200,16 @@ class RunPlan:
         machines = self.machines
         if not self._memory or machines.memory_bytes is machines.gpu_memory_bytes is None:
             return None
-        for stages in range(1, machines.peers + 1):
-            cut = replace(self.manifest, stages=stages)
-            try:
-                plans = plan_stages(cut.model, stages)
-            except InvalidInput:  # it has no more layers
-                return None
-            largest = max(each.num_parameters for each in plans)
-            # all that a stage takes, which is seconds of work, is above its vectors
-            if self._fits(_vectors(largest)) and all(map(self._fits, memory_of_stages(cut))):
-                return stages
-        return None
+        return fewest_stages(
+            self.manifest, machines.peers, lambda needed: all(map(self._fits, needed))
+        )
 
     @cached_property
     def stages(self) -> list[StageFacts]:
         plans = plan_stages(self.manifest.model, self.manifest.stages)
         values = [each.num_parameters for each in plans]
-        needed = memory_of_stages(self.manifest) if self._memory else map(_vectors, values)
+        alone = [MemoryNeeds(values=each) for each in values]
+        needed = memory_of_stages(self.manifest) if self._memory else alone
         return [
             StageFacts(
                 stage=stage,
@@ -456,11 +449,6 @@ class RunPlan:
 
 
 # ---- formulas that stand alone -------------------------------------------------------------------
-def _vectors(values: int) -> MemoryNeeds:
-    """What training takes of memory for a stage's vectors alone."""
-    return MemoryNeeds(values=values, activations=0, gpu_activations=0, encoded=0)
-
-
 def flops_per_token(manifest: Manifest, stage: int) -> float:
     """Of training: 6 a weight that multiplies, and 6 * length * width a layer for causal attention
     (arXiv 2001.08361, 2204.02311); a third more of both where layers are computed twice.

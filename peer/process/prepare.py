@@ -17,7 +17,7 @@ from dilocox.compression.layout import FlatLayout
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.files import bytes_below
 from dilocox.dht.manifest import DataSpec, Manifest
-from dilocox.dht.manifest_sections import LONGEST, format_of
+from dilocox.dht.manifest_sections import LONGEST, InitialSpec, OperationSpec, format_of
 from dilocox.peer.averaging.averager import StageBuffers
 from dilocox.peer.chain.snapshot_files import DAMAGED
 from dilocox.peer.chain.store import RECORDS_NEEDED
@@ -279,7 +279,8 @@ def fewest_stages(
 ) -> int | None:
     """The least number of stages, up to `most`, that fit the machines; None where none does."""
     for stages in range(1, most + 1):
-        cut = replace(manifest, stages=stages)
+        # a run that has begun says by stage what it began with, and went back to
+        cut = replace(manifest, stages=stages, initial=InitialSpec(), operation=OperationSpec())
         try:
             plans = plan_stages(cut.model, stages)
         except InvalidInput:  # it has no more layers

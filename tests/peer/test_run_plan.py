@@ -15,7 +15,7 @@ import yaml
 from benchmarks.grid import sent_by
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import Manifest
-from dilocox.dht.manifest_sections import CodecSpec
+from dilocox.dht.manifest_sections import CodecSpec, InitialSpec
 from dilocox.peer.process import prepare
 from dilocox.peer.process.prepare import StageNeeds
 from dilocox.peer.process.run_plan import (
@@ -181,6 +181,9 @@ def test_memory_is_what_a_stage_needs_and_the_fewest_stages_are_those_that_fit()
     assert found.fits and found.fewest_stages == 1
     small = RunPlan(manifest, machines(memory_bytes=5e8))
     assert not small.fits and small.fewest_stages is None and small.limit.startswith("memory")
+    of_a_checkpoint = InitialSpec(source="folder", anchors=("a" * 64, "b" * 64))
+    begun = replace(manifest, initial=of_a_checkpoint)
+    assert RunPlan(begun, machines(memory_bytes=5e8)).fewest_stages is None
 
 
 # ---- which way it goes ---------------------------------------------------------------------------

@@ -29,6 +29,8 @@ class StateFolder:
         self.path = path
         self.identity = path / "identity.key"
         self.operator = path / "operator.key"  # where it has taken the place of the former
+        self.invite = path / "invite"  # what a bootstrap printed last
+        self._paused = path / "paused"
 
     def run(self, run: str, stage: int) -> Path:
         """What belongs to a stage of a run: a folder that is moved away to join anew."""
@@ -49,18 +51,17 @@ class StateFolder:
     @property
     def paused(self) -> bool:
         """Whether its peer is to rest until somebody resumes it."""
-        return (self.path / "paused").exists()
+        return self._paused.exists()
 
     def pause(self, wanted: bool) -> None:
         """Let its peer rest, or no more; EnvironmentFault if that cannot be noted."""
-        flag = self.path / "paused"
         try:
             if wanted:
-                flag.touch()
+                self._paused.touch()
             else:
-                flag.unlink(missing_ok=True)
+                self._paused.unlink(missing_ok=True)
         except OSError as error:
-            raise disk_fault(flag, error) from error
+            raise disk_fault(self._paused, error) from error
 
     def note_stage(self, run: str, stage: int) -> None:
         """Remember which stage of a run this peer hosts, for its next start."""

@@ -174,7 +174,7 @@ def run_bootstrap_command(options: BootstrapOptions) -> int:
         keeper = keeper_for(identity)
         others = other_bootstraps(options, keeper.run, identity.peer_id)
         if keeper.known and not (copies or options.join):
-            others = joined_before(options.state, keeper.run, identity.peer_id)
+            others = joined_before(folder, keeper.run, identity.peer_id)
         if not (is_new or copies or keeper.known or others):
             logger.warning(
                 "run %s begins here: this folder has the operator's key, but nothing of the run. "
@@ -205,7 +205,7 @@ def run_bootstrap_command(options: BootstrapOptions) -> int:
             manifest = keeper.signed.verify(keeper.run)
             for line in warnings(manifest):
                 logger.warning("%s", line)
-            write_atomically(options.state / "invite", f"{invite}\n".encode())
+            write_atomically(folder.invite, f"{invite}\n".encode())
             what = "a copy of the bootstrap of run" if copies else "run"
             logger.info("%s %s (%s) is up; volunteers join with", what, keeper.run, manifest.name)
             typer.echo(f"dilocox peer {invite}")
@@ -408,13 +408,13 @@ def other_bootstraps(options: BootstrapOptions, run: str, me: str) -> tuple[str,
     return tuple(dict.fromkeys(each for each in found if bootstrap_address(each).peer_id != me))
 
 
-def joined_before(state: Path, run: str, me: str) -> tuple[str, ...]:
+def joined_before(folder: StateFolder, run: str, me: str) -> tuple[str, ...]:
     """Addresses of the other bootstraps in the invite that this folder's bootstrap printed last.
 
     They stay in it without being named again: volunteers who have it are to find them.
     """
     try:
-        invite = Invite.parse((state / "invite").read_text())
+        invite = Invite.parse(folder.invite.read_text())
     except (OSError, UnicodeDecodeError, InvalidInput):  # none yet, or damaged
         return ()
     of_run = invite.bootstraps if invite.run_id == run else ()

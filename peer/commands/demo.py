@@ -35,6 +35,7 @@ from dilocox.dht.files import make_folder, write_atomically
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.options import DemoOptions
 from dilocox.peer.os_process import Child, StopSignal, counted, start_command, write_json
+from dilocox.peer.state_folder import StateFolder
 from dilocox.peer.training.report import shown_loss
 from dilocox.pipeline.partition import plan_stages
 
@@ -368,7 +369,7 @@ class Demo:
     def start_bootstrap(self) -> str:
         """Start it and wait for its invite."""
         folder = self._options.folder
-        invite = folder / "bootstrap" / "invite"
+        invite = StateFolder(folder / "bootstrap").invite
         child = self._start("bootstrap", "bootstrap", str(folder / "run.yaml"), "--port", "0")
         deadline = time.monotonic() + START_LIMIT_S
         while not invite.exists():

@@ -144,7 +144,7 @@ def folder_check(folder: StateFolder, *, in_use: bool) -> Check:
     if not os.access(nearest(path), os.W_OK | os.X_OK):
         remedy = "name a folder that this user can write to with --state"
         return Check("folder", "failed", f"{path}: this user cannot write to it", remedy)
-    if (path / "paused").exists():
+    if folder.paused:
         remedy = f"`dilocox resume --state {path}` lets it take part"
         return Check("folder", "warning", f"{path}: its peer is paused", remedy)
     return Check("folder", "ok", str(path))

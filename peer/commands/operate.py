@@ -125,7 +125,7 @@ class Operator:
         state = options.state
         remedy = "name the --state folder of the `dilocox bootstrap` that was given run.yaml"
         try:
-            invite = Invite.parse((state / "invite").read_text().strip())
+            invite = Invite.parse(StateFolder(state).invite.read_text())
         except OSError as error:
             raise InvalidInput(f"{state}: no bootstrap has run here; {remedy}") from error
         revisions = RevisionFolder(state, invite.run_id)

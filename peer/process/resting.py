@@ -331,11 +331,12 @@ def resume(state: Path) -> str:
 
 
 def _checked(state: Path) -> StateFolder:
-    if (state / "invite").exists():
+    folder = StateFolder(state)
+    if folder.invite.exists():
         raise InvalidInput(f"--state {state}: this is a bootstrap's folder; name the one of a peer")
-    if not (state / "identity.key").exists():
+    if not folder.identity.exists():
         raise InvalidInput(
             f"--state {state}: no peer was started with this folder; name the one that "
             "`dilocox peer` was given as --state"
         )
-    return StateFolder(state)
+    return folder

@@ -140,15 +140,6 @@ def run_peer_when_allowed(peer: options.PeerOptions) -> int:
     return run_peer(peer)
 
 
-def pause_or_resume(peer: options.PauseOptions) -> int:
-    """Note that a peer is paused, or is not any more, and say what follows; the exit code."""
-    from dilocox.peer.process import resting
-
-    note = resting.resume if isinstance(peer, options.ResumeOptions) else resting.pause
-    typer.echo(note(peer.state))
-    return 0
-
-
 # `--help` lists them in this order: for operators, for volunteers, for those who look at a run
 operate = typer.Typer(
     name="operate",
@@ -172,8 +163,8 @@ app.add_typer(operate)
 command(app, "monitor", options.MonitorOptions, "monitor.monitor:run_monitor_command")
 command(app, "peer", options.PeerOptions, "cli:run_peer_when_allowed")
 command(app, "doctor", options.DoctorOptions, "commands.doctor:run_doctor")
-command(app, "pause", options.PauseOptions, "cli:pause_or_resume")
-command(app, "resume", options.ResumeOptions, "cli:pause_or_resume")
+command(app, "pause", options.PauseOptions, "process.resting:pause")
+command(app, "resume", options.ResumeOptions, "process.resting:resume")
 command(app, "export", options.ExportOptions, "commands.export:run_export_command")
 command(app, "push", options.PushOptions, "commands.push:run_push_command")
 command(app, "generate", options.GenerateOptions, "commands.export:run_generate_command")

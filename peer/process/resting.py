@@ -20,6 +20,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, cast, get_args
 
+import typer
+
 from dilocox import __version__
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.files import write_atomically
@@ -36,7 +38,7 @@ from dilocox.peer.http_pages import (
     readiness_page,
     served,
 )
-from dilocox.peer.options import GB, PeerOptions
+from dilocox.peer.options import GB, PauseOptions, PeerOptions, ResumeOptions
 from dilocox.peer.os_process import StopSignal
 from dilocox.peer.process.idle import IdleWatch, Machine
 from dilocox.peer.process.local_page import LocalPage
@@ -307,27 +309,31 @@ def _last_place(options: PeerOptions) -> tuple[str, Path]:
 
 
 # ---- the commands --------------------------------------------------------------------------------
-def pause(state: Path) -> str:
-    """Let the peer of this folder rest until `resume`; what to tell the volunteer. Raises
-    InvalidInput where it is no peer's, EnvironmentFault where it cannot be written.
+def pause(options: PauseOptions) -> int:
+    """Let the peer of a folder rest until `resume`; the exit code. Raises InvalidInput where it is
+    no peer's, EnvironmentFault where it cannot be written.
     """
-    folder = _checked(state)
+    folder, ends = _checked(options.state), f"`dilocox resume --state {options.state}`"
     if folder.paused:
-        return f"paused already; `dilocox resume --state {state}` ends it"
+        typer.echo(f"paused already; {ends} ends it")
+        return 0
     folder.pause(True)
-    return (
+    typer.echo(
         "paused: the peer leaves the swarm within seconds and stays away, also after a restart, "
-        f"until `dilocox resume --state {state}`"
+        f"until {ends}"
     )
+    return 0
 
 
-def resume(state: Path) -> str:
-    """Let the peer of this folder take part again; raises as `pause` does."""
-    folder = _checked(state)
+def resume(options: ResumeOptions) -> int:
+    """Let the peer of a folder take part again; the exit code. Raises as `pause` does."""
+    folder = _checked(options.state)
     if not folder.paused:
-        return "it is not paused"
+        typer.echo("it is not paused")
+        return 0
     folder.pause(False)
-    return "resumed: a peer that waits goes on within seconds, unless another limit forbids it"
+    typer.echo("resumed: a peer that waits goes on within seconds, unless another limit forbids it")
+    return 0
 
 
 def _checked(state: Path) -> StateFolder:

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from dilocox.dht.errors import InvalidInput
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
 from dilocox.peer.hours import Hours
-from dilocox.peer.options import GB, PeerOptions
+from dilocox.peer.options import GB, PauseOptions, PeerOptions, ResumeOptions
 from dilocox.peer.os_process import StopSignal
 from dilocox.peer.process.local_page import TOKEN_HEADER
 from dilocox.peer.process.resting import (
@@ -29,6 +30,7 @@ from dilocox.peer.process.resting import (
     resume,
     wait_until_allowed,
 )
+from dilocox.peer.state_folder import StateFolder
 from tests.dht.processes import wait_until
 from tests.peer.commands import Command
 from tests.peer.test_cli import INVITE
@@ -57,25 +59,31 @@ def status_of(state: Path) -> dict[str, Any]:
 
 
 # ---- pausing -------------------------------------------------------------------------------------
-def test_pausing_lasts_until_it_is_resumed_and_twice_does_no_harm(state: Path) -> None:
+def test_pausing_lasts_until_it_is_resumed_and_twice_does_no_harm(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(command: Callable[[Any], int], kind: type[PauseOptions]) -> str:
+        assert command(kind(state=state)) == 0
+        return capsys.readouterr().out
+
     allowance = Allowance(options(state))
     assert allowance.rest() is None
-    assert f"`dilocox resume --state {state}`" in pause(state)
-    assert "already" in pause(state)
+    assert f"`dilocox resume --state {state}`" in said(pause, PauseOptions)
+    assert "already" in said(pause, PauseOptions)
     rest = Allowance(options(state)).rest()
     assert rest is not None and (rest.reason, rest.until) == ("paused", None)
-    assert "goes on" in resume(state)
-    assert resume(state) == "it is not paused"
+    assert "goes on" in said(resume, ResumeOptions)
+    assert said(resume, ResumeOptions) == "it is not paused\n"
     assert allowance.rest() is None
 
 
 @pytest.mark.parametrize("command", [pause, resume])
 def test_a_folder_that_is_no_peers_is_named(command: Any, state: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"--state .*nowhere: no peer was started"):
-        command(tmp_path / "nowhere")
+        command(ResumeOptions(state=tmp_path / "nowhere"))
     (state / "invite").write_text("dilocox:...")
     with pytest.raises(InvalidInput, match=r"this is a bootstrap's folder"):
-        command(state)
+        command(ResumeOptions(state=state))
     assert not (state / "paused").exists()
 
 
@@ -113,13 +121,13 @@ def test_who_may_take_part_does_not_wait_and_makes_nothing(tmp_path: Path) -> No
 def test_it_says_why_it_rests_and_goes_on_when_it_is_resumed(
     state: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pause(state)
+    StateFolder(state).pause(True)
     seen: list[dict[str, Any]] = []
 
     def volunteer() -> None:
         wait_until(lambda: status_of(state)["state"] == "resting", 5.0)
         seen.append(status_of(state))
-        resume(state)
+        StateFolder(state).pause(False)
 
     thread = threading.Thread(target=volunteer)
     thread.start()
@@ -171,7 +179,7 @@ def test_a_paused_peer_starts_nothing_goes_on_from_its_page_and_leaves_on_a_sign
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    pause(state)
+    StateFolder(state).pause(True)
     arguments = ("peer", INVITE, "--state", str(state), "--metrics-port", str(port))
     command = Command(*arguments, folder=state)
     again = None

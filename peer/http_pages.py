@@ -97,7 +97,7 @@ class PageServer(ThreadingHTTPServer):
     """A context in which the pages are served; the port is taken when it is made.
 
     Attributes:
-        port: the one it listens on.
+        port: the one it listens on. url: of this, without a path.
     """
 
     block_on_close = False
@@ -135,6 +135,7 @@ class PageServer(ThreadingHTTPServer):
         except OSError as error:
             raise _fault(error, host, port, f"--{option}-" if option else "--") from error
         self.port = int(self.server_address[1])
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
         self._thread = threading.Thread(
             target=self.serve_forever, args=(POLL_S,), name="pages", daemon=True
         )
@@ -223,10 +224,9 @@ def served(
         return nullcontext()
     if port is None and server.port != ports[0]:
         logger.info("port %d is taken: port %d takes its place", ports[0], server.port)
-    at = f"http://{f'[{host}]' if ':' in host else host}:{server.port}"
     if answer is not None:
-        logger.info("this peer's own page is %s/%s", at, query)
-    logger.info("metrics at %s/metrics, health at /healthz", at)
+        logger.info("this peer's own page is %s/%s", server.url, query)
+    logger.info("metrics at %s/metrics, health at /healthz", server.url)
     return server
 
 

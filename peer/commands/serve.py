@@ -476,9 +476,8 @@ def run_serve_command(options: ServeOptions) -> int:
         del loaded  # it goes when a newer one comes
         with serve(service, options.host, options.port) as server:
             code = 0
-            shown = f"[{options.host}]" if ":" in options.host else options.host
             typer.echo(f"serving {service.name}: about {needed / 1e9:.1f} GB of memory at most")
-            typer.echo(f"chat page http://{shown}:{server.port}/ and OpenAI's API below it, at /v1")
+            typer.echo(f"chat page {server.url}/ and OpenAI's API below it, at /v1")
             follow(options, joined, service, folder, stop)
     return code
 

@@ -202,9 +202,8 @@ def _serve(monitor: Monitor, options: MonitorOptions, stop: StopSignal) -> None:
     try:
         pages, answer = monitor.pages.pages(), monitor.pages.answer
         with PageServer(options.host, options.port, pages, answer=answer, option="") as server:
-            shown = f"[{options.host}]" if ":" in options.host else options.host
             typer.echo(f"watching run {monitor.place.run} ({monitor.place.manifest.name})")
-            typer.echo(f"status page http://{shown}:{server.port}/ and figures at /metrics")
+            typer.echo(f"status page {server.url}/ and figures at /metrics")
             while not stop.event.wait(monitor.turn()):
                 if not monitor.alive:
                     raise NodeDied("this monitor's own node has ended; start it again")

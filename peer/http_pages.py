@@ -315,6 +315,17 @@ def metrics_page(metrics: Collector) -> Page:
     return Page(body=generate_latest(metrics), content_type=CONTENT_TYPE_LATEST)
 
 
+def usual_pages(
+    metrics: Collector, signs: Mapping[str, Callable[[], bool]], not_ready: Callable[[], str]
+) -> Pages:
+    """Metrics, health by these signs of life, and readiness, or why there is none."""
+    return {
+        "/metrics": lambda: metrics_page(metrics),
+        "/healthz": lambda: health_page(signs),
+        "/readyz": lambda: readiness_page(not_ready()),
+    }
+
+
 def by_source(counts: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
     """Counts by reason of several sources, as one table by `source_reason`."""
     return {

@@ -48,10 +48,8 @@ from dilocox.peer.http_pages import (
     Pages,
     by_source,
     check_port,
-    health_page,
-    metrics_page,
-    readiness_page,
     served,
+    usual_pages,
 )
 from dilocox.peer.memory_and_disk import proportional_bytes
 from dilocox.peer.options import BootstrapOptions
@@ -350,11 +348,7 @@ class Beside:
             "DHT process": lambda: bool(self._dht.running),
             "archive": lambda: self._archive.keeper is not None,
         }
-        return {
-            "/metrics": lambda: metrics_page(metrics),
-            "/healthz": lambda: health_page(signs),
-            "/readyz": lambda: readiness_page(self._facts.not_ready),
-        }
+        return usual_pages(metrics, signs, lambda: self._facts.not_ready)
 
     def _look(self) -> BootstrapFacts:
         keeper, archive_bytes = self._archive.keeper, self._facts.archive_bytes

@@ -28,16 +28,7 @@ from dilocox.peer.averaging.averager import StageAverager, StageBuffers
 from dilocox.peer.averaging.coordinator import Coordinator
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.averaging.loop_status import LoopStatus
-from dilocox.peer.http_pages import (
-    MetricSpec,
-    MetricTable,
-    Pages,
-    by_source,
-    health_page,
-    metrics_page,
-    one_of,
-    readiness_page,
-)
+from dilocox.peer.http_pages import MetricSpec, MetricTable, Pages, by_source, one_of, usual_pages
 from dilocox.peer.process.resting import ALWAYS, Allowance
 from dilocox.peer.state_folder import STATES
 from dilocox.peer.training.merge import Outcome
@@ -115,11 +106,7 @@ class PeerMetrics:
             "averaging process": lambda: bool(self.averager.is_alive()),
             "DHT process": lambda: bool(self.local.dht.running),
         }
-        return {
-            "/metrics": lambda: metrics_page(self._registry),
-            "/healthz": lambda: health_page(signs),
-            "/readyz": lambda: readiness_page(self.not_ready),
-        }
+        return usual_pages(self._registry, signs, lambda: self.not_ready)
 
     # ---- from the reporter, in the thread that trains --------------------------------------------
     def on_status(self, status: LoopStatus) -> None:

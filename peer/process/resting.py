@@ -32,11 +32,9 @@ from dilocox.peer.http_pages import (
     MetricSpec,
     MetricTable,
     Pages,
-    health_page,
-    metrics_page,
     one_of,
-    readiness_page,
     served,
+    usual_pages,
 )
 from dilocox.peer.options import GB, PauseOptions, PeerOptions, ResumeOptions
 from dilocox.peer.os_process import StopSignal
@@ -240,11 +238,7 @@ class Resting:
         metrics = MetricTable(
             specs=METRICS, source=lambda: self, prefix="dilocox_", labels={"stage": self._stage}
         )
-        return {
-            "/metrics": lambda: metrics_page(metrics),
-            "/healthz": lambda: health_page({}),
-            "/readyz": lambda: readiness_page(f"resting: {self.rest.words if self.rest else ''}"),
-        }
+        return usual_pages(metrics, {}, lambda: f"resting: {self.rest.words if self.rest else ''}")
 
     def _write_status(self, rest: Rest | None) -> None:
         if rest is None and self._status.parent == self._options.state:

@@ -6,10 +6,12 @@ operator: it keeps what the operator signed last, on disk and in the DHT, for as
 valid (manifest_keeper.py). So any one of them may be away, or gone.
 """
 
+from __future__ import annotations
+
 import logging
-import threading
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from dilocox.dht.clock import RunClock
 from dilocox.dht.errors import EnvironmentFault
@@ -23,43 +25,26 @@ from dilocox.dht.validator import RunRecordValidator
 
 logger = logging.getLogger(__name__)
 
-WATCH_PERIOD_S = 1.0
 OTHERS_PERIOD_S = 20.0  # between pings of the other bootstraps, which also bring swarms together
 OTHERS_LIMIT_S = 5.0
 RENEWAL_PATIENCE_S = 300.0  # without a renewal until that is told; what is there is valid for days
 
 
-class Companion(Protocol):
-    """What runs beside the node, in its thread."""
-
-    def tick(self) -> None:
-        """Called every second or so; raises nothing and returns after a few seconds."""
-        ...
-
-    def close(self) -> None: ...
-
-
-def run_bootstrap(
+@contextmanager
+def bootstrap_node(
     *,
     keeper: ManifestKeeper,
     identity: Identity,
     listen: Sequence[str],
     announce: Sequence[str],
     others: Sequence[str],
-    alone: bool,
-    stop_event: threading.Event,
-    on_ready: Callable[[Invite], None],
-    beside: Callable[[RunDHT, Swarm], Companion] | None = None,
-    look_s: float = WATCH_PERIOD_S,
     refresh_s: float = MANIFEST_REFRESH_S,
-) -> None:
-    """Serve the DHT and keep the signed manifest alive in it until `stop_event` is set.
+) -> Generator[BootstrapNode]:
+    """A node of the DHT that has the signed manifest, until the context ends.
 
-    `others`: addresses of other bootstraps of the run; `alone`: none of them needs to be up.
-    `on_ready` gets the invite as soon as a peer can join with it; what `beside` makes then is
-    called until the end. `look_s`: seconds between two looks at the node; `refresh_s`: between two
-    renewals of the manifest. Raises what `keeper.publish` raises at first, and `EnvironmentFault`
-    when the node cannot start or ends by itself.
+    `others`: addresses of other bootstraps of the run, of which one must be up if the keeper does
+    not know the run yet. `refresh_s`: seconds between two renewals of the manifest. Raises what
+    `keeper.publish` raises, and `EnvironmentFault` when the node cannot start.
     """
     run, clock = keeper.run, RunClock()
     dht = open_dht(
@@ -70,10 +55,9 @@ def run_bootstrap(
         client_mode=False,
         validator=RunRecordValidator(run, identity),
         clock=clock,
-        alone=alone,
+        alone=keeper.known,
         leads_time=keeper.own,
     )
-    companion: Companion | None = None
     try:
         swarm = Swarm(dht, run, identity, clock)
         if not keeper.publish(swarm):
@@ -81,26 +65,41 @@ def run_bootstrap(
                 "the DHT does not take the manifest: check that no other bootstrap runs this key"
             )
         own = invite_addresses(announce, dht.visible_addresses(), identity.peer_id)
-        on_ready(Invite(run, (*own, *others)[:MAX_BOOTSTRAPS]))
-        companion = None if beside is None else beside(dht, swarm)
-        published_at = pinged_at = clock.own_time()
-        renewals = Renewals()
-        while not stop_event.wait(look_s):
-            if not dht.running:
-                raise EnvironmentFault("the DHT node has ended: start the bootstrap again")
-            now = clock.own_time()
-            if keeper.due or now - published_at > refresh_s:
-                published_at = now
-                renewals.note(keeper.publish(swarm), now)
-            if now - pinged_at > OTHERS_PERIOD_S:
-                pinged_at = now
-                swarm.bootstrap_answers(OTHERS_LIMIT_S)
-            if companion is not None:
-                companion.tick()
+        invite = Invite(run, (*own, *others)[:MAX_BOOTSTRAPS])
+        yield BootstrapNode(dht, swarm, invite, keeper, clock, refresh_s)
     finally:
-        if companion is not None:
-            companion.close()
         dht.close()
+
+
+@dataclass(eq=False)
+class BootstrapNode:
+    """A running one. invite: a peer can join with it."""
+
+    dht: RunDHT
+    swarm: Swarm
+    invite: Invite
+    keeper: ManifestKeeper
+    clock: RunClock
+    refresh_s: float
+
+    def __post_init__(self) -> None:
+        self._published_at = self._pinged_at = self.clock.own_time()
+        self._renewals = Renewals()
+
+    def tick(self) -> None:
+        """Renew the manifest where that is due, and see the others; call it every second or so.
+
+        Raises `EnvironmentFault` when the node has ended by itself.
+        """
+        if not self.dht.running:
+            raise EnvironmentFault("the DHT node has ended: start the bootstrap again")
+        now = self.clock.own_time()
+        if self.keeper.due or now - self._published_at > self.refresh_s:
+            self._published_at = now
+            self._renewals.note(self.keeper.publish(self.swarm), now)
+        if now - self._pinged_at > OTHERS_PERIOD_S:
+            self._pinged_at = now
+            self.swarm.bootstrap_answers(OTHERS_LIMIT_S)
 
 
 class Renewals:

@@ -14,9 +14,8 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Literal, cast
 
@@ -24,7 +23,7 @@ import typer
 
 from dilocox import __version__
 from dilocox.dht.addresses import check_ports
-from dilocox.dht.bootstrap_node import run_bootstrap
+from dilocox.dht.bootstrap_node import bootstrap_node
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.files import bytes_below, write_atomically
 from dilocox.dht.identity import Identity, peer_id_of
@@ -62,6 +61,7 @@ from dilocox.peer.state_folder import StateFolder
 logger = logging.getLogger(__name__)
 
 PREFIX = "dilocox_bootstrap_"
+WATCH_PERIOD_S = 1.0
 LOOK_PERIOD_S = 10.0
 DISK_PERIOD_S = 60.0  # the archive may have many files
 ASK_LIMIT_S = 2.0
@@ -193,7 +193,13 @@ def run_bootstrap_command(options: BootstrapOptions) -> int:
             archive_initial(options.state, keeper.run, manifest)
             archive_tokenizer(options.state, keeper.run, manifest)
 
-        def ready(invite: Invite) -> None:
+        with bootstrap_node(
+            keeper=keeper,
+            identity=identity,
+            listen=[options.listen],
+            announce=options.announce,
+            others=others,
+        ) as node:
             stop.defer()
             if copies and keeper.signed.run_key == identity.public_key:
                 raise InvalidInput(
@@ -203,22 +209,14 @@ def run_bootstrap_command(options: BootstrapOptions) -> int:
             manifest = keeper.signed.verify(keeper.run)
             for line in warnings(manifest):
                 logger.warning("%s", line)
-            write_atomically(folder.invite, f"{invite}\n".encode())
+            write_atomically(folder.invite, f"{node.invite}\n".encode())
             what = "a copy of the bootstrap of run" if copies else "run"
             logger.info("%s %s (%s) is up; volunteers join with", what, keeper.run, manifest.name)
-            typer.echo(f"dilocox peer {invite}")
-
-        run_bootstrap(
-            keeper=keeper,
-            identity=identity,
-            listen=[options.listen],
-            announce=options.announce,
-            others=others,
-            alone=keeper.known,
-            stop_event=stop.event,
-            on_ready=ready,
-            beside=partial(Beside, options, keeper, identity),
-        )
+            typer.echo(f"dilocox peer {node.invite}")
+            with closing(Beside(options, keeper, identity, node.dht, node.swarm)) as beside:
+                while not stop.event.wait(WATCH_PERIOD_S):
+                    node.tick()
+                    beside.tick()
     logger.info("left: stopped on request")
     return 0
 

@@ -6,21 +6,18 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dilocox.dht import bootstrap_node
 from dilocox.dht import invite as invite_module
-from dilocox.dht.bootstrap_node import run_bootstrap
+from dilocox.dht.bootstrap_node import BootstrapNode, Renewals, bootstrap_node
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite, invite_addresses
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_keeper import ManifestCopy, OwnManifest
 from dilocox.dht.manifest_revisions import RevisionFolder
-from dilocox.dht.node import RunDHT
 from dilocox.dht.swarm import Swarm
 
 PEER = "12D3KooWEXWcUQWJ6amCxHKtPFrcNxgepcmy7YXo7tirWjgiJ9Fr"
@@ -30,16 +27,19 @@ class RunningBootstrap:
     """A bootstrap in a thread; `fault` is what ended it."""
 
     def __init__(self, **options: Any):
-        self.invites: queue.Queue[Invite] = queue.Queue()
+        self.nodes: queue.Queue[BootstrapNode] = queue.Queue()
         self.stop = threading.Event()
         self.fault: Exception | None = None
-        self._options = options
+        self._look_s, self._options = options.pop("look_s", 1.0), options
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            run_bootstrap(stop_event=self.stop, on_ready=self.invites.put, **self._options)
+            with bootstrap_node(**self._options) as node:
+                self.nodes.put(node)
+                while not self.stop.wait(self._look_s):
+                    node.tick()
         except EnvironmentFault as error:
             self.fault = error
 
@@ -49,6 +49,9 @@ class RunningBootstrap:
     def __exit__(self, *_: object) -> None:
         self.stop.set()
         self.join()
+
+    def invite(self) -> Invite:
+        return self.nodes.get(timeout=60.0).invite
 
     def join(self) -> None:
         self._thread.join(30.0)
@@ -63,7 +66,6 @@ def options(operator: Identity, manifest: Manifest, run: str, tmp_path: Path) ->
         "listen": ("/ip4/127.0.0.1/tcp/0",),
         "announce": (),
         "others": (),
-        "alone": True,
     }
 
 
@@ -75,7 +77,7 @@ def test_manifest_is_found_through_the_invite(
     run: str,
 ):
     with RunningBootstrap(**options) as running:
-        invite = Invite.parse(str(running.invites.get(timeout=60.0)))
+        invite = Invite.parse(str(running.invite()))
         assert invite.run_id == run
         dht, swarm, clock = open_node(volunteer, bootstraps=invite.bootstraps)
         assert swarm.fetch_manifest(10.0).verify(invite.run_id) == manifest
@@ -96,15 +98,15 @@ def test_a_copy_lets_others_join_when_it_comes_back_and_the_operator_does_not(
 ):
     def copy() -> dict[str, Any]:
         keeper = ManifestCopy(run, tmp_path / "run.manifest")
-        return options | {"identity": stranger, "keeper": keeper, "alone": keeper.known}
+        return options | {"identity": stranger, "keeper": keeper}
 
     with RunningBootstrap(**options) as first:
-        others = first.invites.get(timeout=60.0).bootstraps
+        others = first.invite().bootstraps
         with RunningBootstrap(**copy() | {"others": others}) as running:
-            invite = running.invites.get(timeout=60.0)
+            invite = running.invite()
             assert invite.bootstraps[-len(others) :] == others
     with RunningBootstrap(**copy() | {"others": others}) as running:
-        invite = running.invites.get(timeout=60.0)
+        invite = running.invite()
         dht, swarm, _ = open_node(volunteer, bootstraps=invite.bootstraps)
         assert swarm.fetch_manifest(10.0).verify(run) == manifest
         dht.close()
@@ -132,7 +134,7 @@ def test_a_manifest_that_is_not_renewed_is_told_when_that_lasts_and_once(
     caplog: pytest.LogCaptureFixture,
 ):
     caplog.set_level("INFO", "dilocox")
-    renewals = bootstrap_node.Renewals()
+    renewals = Renewals()
     for now in (0.0, 60.0):
         renewals.note(False, now)
     renewals.note(True, 120.0)
@@ -151,13 +153,11 @@ def test_a_manifest_that_is_not_renewed_is_told_when_that_lasts_and_once(
 
 
 def test_bootstrap_whose_node_died_says_so(options: dict[str, Any]):
-    def die(dht: RunDHT, _: Swarm) -> Any:
+    with RunningBootstrap(**options) as running:
         # the node ends with it; killed itself, it could take a lock of hivemind's along
-        assert dht.p2pd_pid
-        os.kill(dht.p2pd_pid, signal.SIGKILL)
-        return SimpleNamespace(tick=lambda: None, close=lambda: None)
-
-    with RunningBootstrap(**options, beside=die) as running:
+        p2pd = running.nodes.get(timeout=60.0).dht.p2pd_pid
+        assert p2pd
+        os.kill(p2pd, signal.SIGKILL)
         running.join()
     assert "start the bootstrap again" in str(running.fault)
 

@@ -16,7 +16,6 @@ from typing import Any, cast
 import pytest
 from hivemind.p2p import P2P
 
-from dilocox.dht import bootstrap_node
 from dilocox.dht.identity import Identity
 from dilocox.dht.records import ClaimRecord, claim_key
 from dilocox.dht.rpc import chunk_of, pack, unpack
@@ -61,43 +60,6 @@ def test_the_service_answers_as_an_averager_does(donor: ChainMaker, tmp_path: Pa
         assert unpack(answer) == {}
     assert refused == {"nonsense": 1}  # what is not kept is no fault of who asks
     assert [name for name in dir(ArchiveService) if name.startswith("rpc_")] == ["rpc_get"]
-
-
-def test_the_bootstrap_ticks_what_runs_beside_it_and_closes_it_before_its_node(
-    monkeypatch: pytest.MonkeyPatch, identities: list[Identity]
-) -> None:
-    done: list[str] = []
-    stop = threading.Event()
-
-    class Beside:
-        def tick(self) -> None:
-            done.append("tick")
-            if len(done) == 3:
-                stop.set()
-
-        def close(self) -> None:
-            done.append("closed")
-
-    node = SimpleNamespace(
-        running=True,
-        visible_addresses=lambda: [f"/ip4/127.0.0.1/tcp/1/p2p/{identities[0].peer_id}"],
-        close=lambda: done.append("node closed"),
-    )
-    monkeypatch.setattr(bootstrap_node, "open_dht", lambda **_: node)
-    keeper = SimpleNamespace(run="0" * 32, own=True, due=False, publish=lambda _: True)
-    bootstrap_node.run_bootstrap(
-        keeper=cast("Any", keeper),
-        identity=identities[0],
-        listen=(),
-        announce=(),
-        others=(),
-        alone=True,
-        stop_event=stop,
-        on_ready=lambda _: done.clear(),
-        beside=lambda *_: Beside(),
-        look_s=0.001,
-    )
-    assert done == ["tick", "tick", "tick", "closed", "node closed"]
 
 
 def test_no_fault_of_the_archive_leaves_its_tick(

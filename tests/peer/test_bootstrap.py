@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
-from contextlib import closing
+from collections.abc import Generator
+from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,7 +99,10 @@ def test_a_bootstrap_that_joined_others_goes_on_with_them_until_it_is_told_of_ot
     run_yaml.write_text("{name: x, model: tiny, end_tokens: 1000}")
     begun: list[tuple[str, ...]] = []
 
-    def run(*, keeper: Any, identity: Any, others: tuple[str, ...], **rest: Any) -> None:
+    @contextmanager
+    def node(
+        *, keeper: Any, identity: Any, others: tuple[str, ...], **_: Any
+    ) -> Generator[SimpleNamespace]:
         begun.append(others)
         keeper.publish(
             SimpleNamespace(  # what makes the run known in this folder
@@ -106,12 +111,18 @@ def test_a_bootstrap_that_joined_others_goes_on_with_them_until_it_is_told_of_ot
                 publish_manifest=lambda _: True,
             )
         )
-        rest["on_ready"](Invite(keeper.run, (address(identity.peer_id), *others)))
+        invite = Invite(keeper.run, (address(identity.peer_id), *others))
+        yield SimpleNamespace(invite=invite, dht=None, swarm=None)
 
     def _unknown(*_: object) -> None:
         raise UnknownRun("nobody knows it")
 
-    monkeypatch.setattr(bootstrap, "run_bootstrap", run)
+    def stopped(*_: object) -> SimpleNamespace:
+        os.kill(os.getpid(), signal.SIGINT)
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr(bootstrap, "bootstrap_node", node)
+    monkeypatch.setattr(bootstrap, "Beside", stopped)
     for join in ((address(OTHER),), (), (), (address(THIRD),), ()):
         assert run_bootstrap_command(options(run_yaml, *join, state=state)) == 0
     assert begun == [(address(peer),) for peer in (OTHER, OTHER, OTHER, THIRD, THIRD)]
@@ -131,14 +142,30 @@ def test_a_copy_of_itself_is_refused(tmp_path: Path) -> None:
         run_bootstrap_command(options(Invite(RUN, (address(me),)), state=tmp_path))
 
 
-def test_a_bootstrap_says_that_it_left_as_asked(
+def test_a_bootstrap_ticks_what_runs_beside_it_closes_it_before_its_node_and_says_that_it_left(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO", "dilocox")
-    monkeypatch.setattr(bootstrap, "run_bootstrap", lambda **_: os.kill(os.getpid(), signal.SIGINT))
+    done: list[str] = []
+
+    def tick(of: str) -> None:
+        done.append(of)
+        if len(done) == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    @contextmanager
+    def node(**_: object) -> Generator[SimpleNamespace]:
+        invite = Invite(RUN, (address(ME),))
+        yield SimpleNamespace(invite=invite, dht=None, swarm=None, tick=partial(tick, "node"))
+        done.append("node closed")
+
+    beside = SimpleNamespace(tick=partial(tick, "beside"), close=lambda: done.append("closed"))
+    monkeypatch.setattr(bootstrap, "bootstrap_node", node)
+    monkeypatch.setattr(bootstrap, "Beside", lambda *_: beside)
     run_yaml = tmp_path / "run.yaml"
     run_yaml.write_text("{name: x, model: tiny, end_tokens: 1000}")
     assert run_bootstrap_command(options(run_yaml, state=tmp_path / "state")) == 0
+    assert done == ["node", "beside", "node", "beside", "closed", "node closed"]
     assert caplog.messages[-1] == "left: stopped on request"
 
 

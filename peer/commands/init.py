@@ -217,11 +217,11 @@ def _with_fewest_stages(whole: Manifest, machines: Hardware) -> Manifest:
 
 def _fitted(run: Manifest, machines: Hardware, tokens: int) -> Manifest:
     """With what follows from stages, links and tokens."""
-    from dilocox.peer.process.prepare import StageNeeds
+    from dilocox.peer.process.prepare import StageNeeds, stage_kinds
 
-    upload = machines.upload_bytes_s
-    ends = (StageNeeds(run, stage) for stage in {0, run.stages - 1})
-    wanted_s = math.ceil(LINK_ROOM * max(needs.least_exchange_s(upload) for needs in ends))
+    needed = (StageNeeds(run, stage) for stage in stage_kinds(run))
+    least_s = max(needs.least_exchange_s(machines.upload_bytes_s) for needs in needed)
+    wanted_s = math.ceil(LINK_ROOM * least_s)
     warmup = min(run.inner.warmup_tokens or tokens // 100, int(WARMUP_SHARE * tokens))
     return replace(
         run,

@@ -362,7 +362,7 @@ class Beside:
         try:
             dht_peers = self._dht.known_nodes(ASK_LIMIT_S)
         except EnvironmentFault as error:
-            dht_peers, not_ready = None, str(error)
+            not_ready = str(error)
         child = cast("int | None", self._dht.pid)  # pyright: ignore[reportUnknownMemberType]
         pids = (os.getpid(), child, self._dht.p2pd_pid)
         return replace(

@@ -32,7 +32,7 @@ from dilocox.peer.commands import doctor_checks
 from dilocox.peer.commands.doctor_checks import BandwidthFacts, fault, libraries, rounded
 from dilocox.peer.memory_and_disk import Check, Status, available_bytes, disk_free
 from dilocox.peer.options import DoctorOptions
-from dilocox.peer.os_process import STOPPED, StopSignal, wide_console, write_json
+from dilocox.peer.os_process import CLEAR_LINE, STOPPED, StopSignal, wide_console, write_json
 from dilocox.peer.state_folder import StateFolder
 
 if TYPE_CHECKING:  # imported when it is known that the libraries can be loaded
@@ -391,7 +391,7 @@ class Printout:
         No thread draws it: what is forked meanwhile would inherit its locks.
         """
         if self._console.is_terminal:
-            sys.stdout.write(f"\r\x1b[K{doing + ' ...' if doing else ''}")
+            sys.stdout.write(f"{CLEAR_LINE}{doing + ' ...' if doing else ''}")
             sys.stdout.flush()
 
     def _line(self, check: Check) -> None:

@@ -29,14 +29,13 @@ from dilocox.peer.averaging.coordinator import Coordinator
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.http_pages import MetricSpec, MetricTable, Pages, by_source, one_of, usual_pages
-from dilocox.peer.process.resting import ALWAYS, Allowance
+from dilocox.peer.process.resting import ALWAYS, PREFIX, Allowance
 from dilocox.peer.state_folder import STATES
 from dilocox.peer.training.merge import Outcome
 from dilocox.peer.training.report import LoopMeter
 from dilocox.pipeline.network import Network
 from dilocox.pipeline.reservation import Reservation
 
-PREFIX = "dilocox_"
 OUTCOMES = (*(outcome.value for outcome in Outcome), "void")
 EXCHANGE_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 HEAL_BUCKETS_S = (0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)

@@ -44,6 +44,7 @@ from dilocox.peer.state_folder import STATES, StateFolder
 
 logger = logging.getLogger(__name__)
 
+PREFIX = "dilocox_"  # of a peer's metrics
 REASONS: tuple[Reason, ...] = get_args(Reason)
 WRITE_PERIOD_S = 60.0
 MONTHS_KEPT = 12
@@ -236,7 +237,7 @@ class Resting:
 
     def pages(self) -> Pages:
         metrics = MetricTable(
-            specs=METRICS, source=lambda: self, prefix="dilocox_", labels={"stage": self._stage}
+            specs=METRICS, source=lambda: self, prefix=PREFIX, labels={"stage": self._stage}
         )
         return usual_pages(metrics, {}, lambda: f"resting: {self.rest.words if self.rest else ''}")
 

@@ -193,7 +193,8 @@ class Learner:
     @property
     def tokens_of_run(self) -> int:
         """The run's tokens as this peer knows them: the chain's, and its own since."""
-        return self._chain_tokens + self._merge.uncounted_tokens
+        in_flight = sum(send.tokens for send in self._merge.fly.values())
+        return self._chain_tokens + in_flight + self._merge.tokens
 
     @property
     def finished(self) -> bool:
@@ -220,7 +221,7 @@ class Learner:
     @property
     def unsent(self) -> bool:
         """Whether this peer learnt something that no record holds yet."""
-        return self._merge.uncounted_tokens > 0
+        return self._merge.tokens > 0 or bool(self._merge.fly)
 
     def leave(self, *, ended: bool, limit_s: float = LEAVE_LIMIT_S) -> None:
         """Finish or abandon the exchange in flight, and keep everything on disk.
@@ -489,6 +490,8 @@ class Learner:
         coordinator, merge = self._coordinator, self._merge
         if coordinator.heard_val_loss is not None:
             self._meter.heard(*coordinator.heard_val_loss)
+        # what is in flight counts too: a peer that only waits for its record must be reckoned with
+        in_flight = sum(send.tokens for send in merge.fly.values())
         self.status = self._meter.read(
             self.status,
             started_over=self._started_over,
@@ -497,8 +500,7 @@ class Learner:
             inner_steps=coordinator.inner_steps,
             applied_round=merge.round,
             in_flight=next(iter(merge.fly), None),
-            # also of a peer that only waits for its record: it must be reckoned with
-            unsent_tokens=merge.uncounted_tokens,
+            unsent_tokens=max(0, merge.tokens) + in_flight,
             lost_tokens=merge.lost_tokens,
         )
         before, coordinator.status = coordinator.status, self.status

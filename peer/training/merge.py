@@ -234,16 +234,12 @@ class Merge:
         self.reset_to_anchor()
 
     @property
-    def uncounted_tokens(self) -> int:
-        """Behind what no record holds yet: unsent, or in flight."""
-        return self.tokens + sum(send.tokens for send in self.fly.values())
-
-    @property
     def lost_tokens(self) -> int:
         """Tokens that no record will hold, as far as is known: one that names a send which was
         given up takes its tokens back. A record that holds a send twice counts with a minus.
         """
-        return self.trained_tokens - self.counted_tokens - self.uncounted_tokens
+        in_flight = sum(send.tokens for send in self.fly.values())
+        return self.trained_tokens - self.counted_tokens - self.tokens - in_flight
 
     def reset_to_anchor(self) -> None:
         """Stand on the anchor with nothing of one's own; what that was counts as lost, unless a

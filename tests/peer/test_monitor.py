@@ -50,7 +50,7 @@ class Chains:
         self.history: ToldHistory | None = None
         self.running = False
 
-    def start(self, _limit_s: float) -> None:
+    def start(self) -> None:
         self.running = True
 
     def order(self, order: Order) -> bool:

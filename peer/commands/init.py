@@ -106,7 +106,7 @@ def run_init_command(options: InitOptions) -> int:
     tokens = ask("tokens", "Tokens to train on", usual, token_count)
     typer.echo("reckoning what it takes ...", err=True)
     stages = options.stages
-    run = _described(given, stages) if stages else _with_fewest_stages(whole, machines)
+    run = _described(given, stages) if stages else _with_fewest_stages(given, machines)
     run = _fitted(run, machines, tokens)
     text = (resources.files("dilocox.peer.commands") / "run_template.yaml").read_text("utf-8")
     fewest = f"as few as fit {size(machines.memory_bytes)} of memory"
@@ -196,7 +196,7 @@ def _described(given: dict[str, Any], stages: int) -> Manifest:
     return Manifest.from_dict(completed(given | {"stages": stages}))
 
 
-def _with_fewest_stages(whole: Manifest, machines: Hardware) -> Manifest:
+def _with_fewest_stages(given: dict[str, Any], machines: Hardware) -> Manifest:
     """Cut so that each slice fits the smallest machine; raises InvalidInput where none would."""
     from dilocox.peer.process.prepare import fewest_stages
 
@@ -207,8 +207,9 @@ def _with_fewest_stages(whole: Manifest, machines: Hardware) -> Manifest:
         least = max(each.on_cpu for each in needed)
         return least <= SPARE_SHARE * machines.memory_bytes
 
-    if (stages := fewest_stages(whole, machines.number, fit)) is not None:
-        return replace(whole, stages=stages)
+    cut = partial(_described, given)  # a checkpoint of several stages is another model
+    if (stages := fewest_stages(cut, machines.number, fit)) is not None:
+        return cut(stages)
     raise InvalidInput(
         f"--machines {machines.shown}: a stage takes {size(least)} of memory even in the smallest "
         "slices that so many machines hold; choose a smaller model, or more or larger machines"

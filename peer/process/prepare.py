@@ -17,7 +17,7 @@ from dilocox.compression.layout import FlatLayout
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.files import bytes_below
 from dilocox.dht.manifest import DataSpec, Manifest
-from dilocox.dht.manifest_sections import LONGEST, InitialSpec, OperationSpec, format_of
+from dilocox.dht.manifest_sections import LONGEST, format_of
 from dilocox.peer.averaging.averager import StageBuffers
 from dilocox.peer.chain.snapshot_files import DAMAGED
 from dilocox.peer.chain.store import RECORDS_NEEDED
@@ -275,18 +275,18 @@ def memory_of_stages(
 
 
 def fewest_stages(
-    manifest: Manifest, most: int, fit: Callable[[Sequence[MemoryNeeds]], bool]
+    cut: Callable[[int], Manifest], most: int, fit: Callable[[Sequence[MemoryNeeds]], bool]
 ) -> int | None:
-    """The least number of stages, up to `most`, that fit the machines; None where none does."""
+    """The least number of stages, up to `most`, that fit the machines; None where none does. cut:
+    the run in so many."""
     for stages in range(1, most + 1):
-        # a run that has begun says by stage what it began with, and went back to
-        cut = replace(manifest, stages=stages, initial=InitialSpec(), operation=OperationSpec())
+        manifest = cut(stages)
         try:
-            plans = plan_stages(cut.model, stages)
+            plans = plan_stages(manifest.model, stages)
         except InvalidInput:  # it has no more layers
             return None
         vectors = MemoryNeeds(values=max(each.num_parameters for each in plans))
-        if fit([vectors]) and fit(memory_of_stages(cut)):  # the latter is seconds of work
+        if fit([vectors]) and fit(memory_of_stages(manifest)):  # the latter is seconds of work
             return stages
     return None
 

@@ -21,7 +21,7 @@ from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import Phase
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import Manifest
-from dilocox.dht.manifest_sections import CodecSpec
+from dilocox.dht.manifest_sections import CodecSpec, InitialSpec, OperationSpec
 from dilocox.peer.memory_and_disk import SPARE_SHARE, MemoryNeeds, size
 from dilocox.peer.process.prepare import fewest_stages, memory_of_stages, stage_kinds
 from dilocox.peer.rounds.grid import Grid
@@ -200,8 +200,12 @@ class RunPlan:
         machines = self.machines
         if not self._memory or machines.memory_bytes is machines.gpu_memory_bytes is None:
             return None
+        # a run that has begun says by stage what it began with, and went back to
+        run = replace(self.manifest, initial=InitialSpec(), operation=OperationSpec())
         return fewest_stages(
-            self.manifest, machines.peers, lambda needed: all(map(self._fits, needed))
+            lambda stages: replace(run, stages=stages),
+            machines.peers,
+            lambda needed: all(map(self._fits, needed)),
         )
 
     @cached_property

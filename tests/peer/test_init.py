@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from rich.console import Console
+from transformers import GPT2Config
 
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import Manifest, preset_names
@@ -151,6 +153,29 @@ def test_a_model_is_cut_into_as_few_stages_as_fit_the_memory(tmp_path: Path) -> 
     )
     with pytest.raises(InvalidInput, match=r"--machines 4x0\.5GB@20: a stage takes .* of memory"):
         run_init_command(other)
+
+
+@pytest.mark.sweep
+@pytest.mark.usefixtures("unsized")
+def test_a_tied_checkpoint_is_cut_though_of_several_stages_it_is_another_model(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "checkpoint"
+    GPT2Config(
+        n_embd=512,
+        n_layer=4,
+        n_head=8,
+        vocab_size=8192,
+        n_positions=512,
+        bos_token_id=0,
+        eos_token_id=0,
+    ).save_pretrained(folder)
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    (folder / "tokenizer.json").write_text("{}")
+    file = tmp_path / "run.yaml"
+    options = InitOptions(file=file, yes=True, model=str(folder), machines="4x2GB@20", tokens="1e8")
+    assert run_init_command(options) == 0
+    assert yaml.safe_load(file.read_text())["stages"] > 1
 
 
 @pytest.mark.usefixtures("unsized")

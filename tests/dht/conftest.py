@@ -1,12 +1,15 @@
 """Keys, manifests and nodes for the tests of dht/."""
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hivemind.p2p import P2P
 
+from dilocox.dht import streams
 from dilocox.dht.clock import RunClock
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import run_id
@@ -55,6 +58,35 @@ def key_file(tmp_path: Path, volunteer: Identity) -> Path:
     path.write_bytes(volunteer.path.read_bytes())
     path.chmod(0o600)
     return path
+
+
+@pytest.fixture(scope="session")
+def daemons() -> Iterator[list[P2P]]:
+    """Three p2pd, of which all but the first have dialled the first; a scene of a test has handles
+    of its own to them.
+    """
+    streams.install()  # as every process that answers has it
+    started: list[P2P] = []
+
+    async def start() -> None:
+        for _ in range(3):
+            first = await started[0].get_visible_maddrs() if started else None
+            p2p = await P2P.create(
+                initial_peers=first, nat_port_map=False, startup_timeout=60, dht_mode="client"
+            )
+            started.append(p2p)
+
+    async def end() -> None:
+        for p2p in started:
+            await p2p.shutdown()
+
+    loop = asyncio.new_event_loop()
+    try:
+        loop.run_until_complete(start())
+        yield started
+    finally:
+        loop.run_until_complete(end())
+        loop.close()
 
 
 @pytest.fixture(scope="module")

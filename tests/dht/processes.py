@@ -1,5 +1,6 @@
 """Programs for the tests that need a main process of their own, and a look at what is alive."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -7,10 +8,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from hivemind.p2p import P2P
 
 OPEN_A_NODE = """
 import asyncio, json, os, signal, sys, threading
@@ -128,6 +131,17 @@ class NodeProgram:
         for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
             if pipe:
                 pipe.close()
+
+
+@contextlib.asynccontextmanager
+async def handles(daemons: Iterable[P2P]) -> AsyncIterator[list[P2P]]:
+    """Of this event loop, to p2pd that run; who adds handlers by one has to remove them."""
+    made = [await P2P.replicate(each.daemon_listen_maddr) for each in daemons]
+    try:
+        yield made
+    finally:
+        for each in made:
+            await each.shutdown()
 
 
 def is_alive(pid: int) -> bool:

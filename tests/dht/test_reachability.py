@@ -11,14 +11,13 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from hivemind.p2p import P2P
 from hivemind.proto import runtime_pb2
 
-from dilocox.dht import reachability, streams
+from dilocox.dht import reachability
 from dilocox.dht.addresses import Reachability, ReachKind
 from dilocox.dht.identity import peer_id_of
 from dilocox.dht.reachability import (
@@ -38,42 +37,41 @@ from dilocox.dht.reachability import (
     reached_at,
 )
 from dilocox.dht.rpc import pack, reply
+from tests.dht.processes import handles
 
 LIMIT_S = 5.0
 SEEN = frozenset({"198.51.100.7"})
 
 
-@asynccontextmanager
-async def nodes(count: int) -> AsyncIterator[list[P2P]]:
-    """So many p2pd; all but the first have dialled the first."""
-    streams.install()  # as every process that answers has it
-    started: list[P2P] = []
-    try:
-        for _ in range(count):
-            first = await started[0].get_visible_maddrs() if started else None
-            p2p = await P2P.create(
-                initial_peers=first, nat_port_map=False, startup_timeout=60, dht_mode="client"
-            )
-            started.append(p2p)
-        yield started
-    finally:
-        for p2p in started:
-            await p2p.shutdown()
+Run = Callable[..., Any]
 
 
-def run(scene: Callable[[list[P2P]], Awaitable[Any]], count: int = 2) -> Any:
-    async def play() -> Any:
-        async with nodes(count) as started:
-            return await asyncio.wait_for(scene(started), 60)
+@pytest.fixture
+def run(daemons: list[P2P]) -> Run:
+    """Plays a scene with so many p2pd."""
 
-    return asyncio.run(play())
+    async def play(scene: Callable[[list[P2P]], Awaitable[Any]], count: int) -> Any:
+        async with handles(daemons[:count]) as peers:
+            try:
+                return await asyncio.wait_for(scene(peers), 60)
+            finally:
+                while SERVING:
+                    probe, p2p = SERVING.pop()
+                    await probe.remove_p2p_handlers(p2p)
+
+    return lambda scene, count=2: asyncio.run(play(scene, count))
 
 
-async def serve(p2p: P2P, **options: Any) -> Probe:
+SERVING: list[tuple[Probe, P2P]] = []  # in the scene that is played
+
+
+async def serve(p2p: P2P, dial_back: Callable[..., Any] | None = None, **options: Any) -> None:
     given = {"now": time.time, "refuse": lambda _: None, "bootstraps": None, **options}
     probe = Probe(p2p, **given)
+    if dial_back is not None:
+        probe.rpc_dial_back = dial_back  # type: ignore[method-assign]
     await probe.add_p2p_handlers(p2p)
-    return probe
+    SERVING.append((probe, p2p))
 
 
 async def own_addresses(p2p: P2P) -> list[str]:
@@ -86,7 +84,7 @@ def unused_port() -> int:
         return trial.getsockname()[1]
 
 
-def test_a_peer_that_others_reach_is_public_at_that_address() -> None:
+def test_a_peer_that_others_reach_is_public_at_that_address(run: Run) -> None:
     async def scene(peers: list[P2P]) -> None:
         await serve(peers[0])
         own = await own_addresses(peers[1])
@@ -99,7 +97,7 @@ def test_a_peer_that_others_reach_is_public_at_that_address() -> None:
     run(scene)
 
 
-def test_a_peer_at_whose_addresses_nobody_answers_only_dials_out() -> None:
+def test_a_peer_at_whose_addresses_nobody_answers_only_dials_out(run: Run) -> None:
     async def scene(peers: list[P2P]) -> None:
         await serve(peers[0])
         wrong = [f"/ip4/127.0.0.1/tcp/{unused_port()}"]
@@ -110,7 +108,7 @@ def test_a_peer_at_whose_addresses_nobody_answers_only_dials_out() -> None:
     run(scene)
 
 
-def test_a_listener_that_is_not_of_libp2p_is_no_evidence() -> None:
+def test_a_listener_that_is_not_of_libp2p_is_no_evidence(run: Run) -> None:
     async def scene(peers: list[P2P]) -> None:
         await serve(peers[0])
 
@@ -127,7 +125,7 @@ def test_a_listener_that_is_not_of_libp2p_is_no_evidence() -> None:
     run(scene)
 
 
-def test_where_nobody_can_be_asked_nothing_is_claimed() -> None:
+def test_where_nobody_can_be_asked_nothing_is_claimed(run: Run) -> None:
     async def scene(peers: list[P2P]) -> None:  # an older bootstrap does not answer this
         own = await own_addresses(peers[1])
         reach = await find_reach(peers[1], [peers[0].peer_id], own, patience_s=0.5)
@@ -136,7 +134,7 @@ def test_where_nobody_can_be_asked_nothing_is_claimed() -> None:
     run(scene)
 
 
-def test_a_bootstrap_that_starts_at_the_same_moment_is_asked_again() -> None:
+def test_a_bootstrap_that_starts_at_the_same_moment_is_asked_again(run: Run) -> None:
     async def scene(peers: list[P2P]) -> None:
         own = await own_addresses(peers[1])
         asking = asyncio.ensure_future(
@@ -149,7 +147,9 @@ def test_a_bootstrap_that_starts_at_the_same_moment_is_asked_again() -> None:
     run(scene)
 
 
-def test_a_bootstrap_believes_others_more_than_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bootstrap_believes_others_more_than_itself(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A router may let in the bootstrap, which the peer has dialled, and nobody else."""
     asked: list[frozenset[str]] = []
     let_in = {"others": True}
@@ -188,7 +188,7 @@ def test_a_bootstrap_believes_others_more_than_itself(monkeypatch: pytest.Monkey
 
 
 def test_who_had_nobody_but_the_bootstrap_to_try_it_is_told_so(
-    monkeypatch: pytest.MonkeyPatch,
+    run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def working(named: Sequence[str], seen: frozenset[str]) -> tuple[str, ...]:
         return tuple(named)
@@ -219,7 +219,7 @@ def test_who_had_nobody_but_the_bootstrap_to_try_it_is_told_so(
     run(scene, 3)
 
 
-def test_only_a_bootstrap_has_others_dialled() -> None:
+def test_only_a_bootstrap_has_others_dialled(run: Run) -> None:
     async def scene(peers: list[P2P]) -> None:
         await serve(peers[0], bootstraps={"Qm-another"})
         question = {"addresses": await own_addresses(peers[1]), "seen": ["127.0.0.1"]}
@@ -231,7 +231,7 @@ def test_only_a_bootstrap_has_others_dialled() -> None:
 
 @pytest.mark.parametrize("local_network", [False, True])
 def test_a_bootstrap_has_nobody_look_into_its_own_network(
-    local_network: bool, monkeypatch: pytest.MonkeyPatch
+    run: Run, local_network: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dialled: list[str] = []
 
@@ -256,7 +256,7 @@ def test_a_bootstrap_has_nobody_look_into_its_own_network(
     run(scene)
 
 
-def test_a_peer_is_not_dialled_back_as_often_as_it_likes() -> None:
+def test_a_peer_is_not_dialled_back_as_often_as_it_likes(run: Run) -> None:
     async def scene(peers: list[P2P]) -> None:
         await serve(peers[0], refuse=refused.append)
         question = {"addresses": []}
@@ -270,7 +270,7 @@ def test_a_peer_is_not_dialled_back_as_often_as_it_likes() -> None:
     assert refused == ["often"]
 
 
-def test_what_a_peer_refuses_to_dial_or_to_measure_is_counted_by_reason() -> None:
+def test_what_a_peer_refuses_to_dial_or_to_measure_is_counted_by_reason(run: Run) -> None:
     async def scene(peers: list[P2P]) -> None:
         own: list[bool] = []
         await serve(peers[0], refuse=refused.append, busy=lambda: bool(own))
@@ -336,7 +336,7 @@ def test_a_name_is_dialled_at_the_address_that_was_checked(monkeypatch: pytest.M
     assert set(dialled) == seen
 
 
-def test_addresses_that_are_none_are_passed_over() -> None:
+def test_addresses_that_are_none_are_passed_over(run: Run) -> None:
     async def scene(peers: list[P2P]) -> None:
         await serve(peers[0])
         for addresses in (None, 7, [1, "x", "/ip4/1.2.3.4/udp/1", "a" * 9000]):
@@ -347,16 +347,14 @@ def test_addresses_that_are_none_are_passed_over() -> None:
     run(scene)
 
 
-def test_what_a_bootstrap_says_has_worked_is_an_address_or_does_not_count() -> None:
+def test_what_a_bootstrap_says_has_worked_is_an_address_or_does_not_count(run: Run) -> None:
     """One that was none ended the peer's start with an error about an address that it never had."""
 
     async def lie(_request: Any, _context: Any) -> Any:
         return reply({"worked": worked, "seen": ["?"], "asked": -1})
 
     async def scene(peers: list[P2P]) -> None:
-        probe = Probe(peers[0], now=time.time, refuse=print, bootstraps=None)
-        probe.rpc_dial_back = lie  # type: ignore[method-assign]
-        await probe.add_p2p_handlers(peers[0])
+        await serve(peers[0], dial_back=lie)
         own = await own_addresses(peers[1])
         for told, kind in ((["nonsense", 7, "/ip4/x/tcp/1"], "dial_out"), (["no", *own], "public")):
             worked[:] = told
@@ -367,7 +365,7 @@ def test_what_a_bootstrap_says_has_worked_is_an_address_or_does_not_count() -> N
     run(scene)
 
 
-def test_bandwidth_is_measured_both_ways_in_its_time() -> None:
+def test_bandwidth_is_measured_both_ways_in_its_time(run: Run) -> None:
     async def scene(peers: list[P2P]) -> None:
         await serve(peers[0])
         started = time.monotonic()
@@ -378,7 +376,7 @@ def test_bandwidth_is_measured_both_ways_in_its_time() -> None:
     run(scene)
 
 
-def test_the_answer_arrives_though_the_end_of_what_was_sent_comes_late() -> None:
+def test_the_answer_arrives_though_the_end_of_what_was_sent_comes_late(run: Run) -> None:
     async def scene(peers: list[P2P]) -> None:
         await serve(peers[0])
 
@@ -395,7 +393,7 @@ def test_the_answer_arrives_though_the_end_of_what_was_sent_comes_late() -> None
     run(scene)
 
 
-def test_one_measurement_at_a_time_and_none_while_a_peer_needs_its_link() -> None:
+def test_one_measurement_at_a_time_and_none_while_a_peer_needs_its_link(run: Run) -> None:
     async def scene(peers: list[P2P]) -> None:
         busy: list[bool] = []
         await serve(peers[0], busy=lambda: bool(busy))
@@ -409,7 +407,7 @@ def test_one_measurement_at_a_time_and_none_while_a_peer_needs_its_link() -> Non
     run(scene)
 
 
-def test_the_time_that_a_peer_tells() -> None:
+def test_the_time_that_a_peer_tells(run: Run) -> None:
     async def scene(peers: list[P2P]) -> None:
         await serve(peers[0], now=lambda: 1234.5)
         assert await ask_time(peers[1], peers[0].peer_id) == 1234.5

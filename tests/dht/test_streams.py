@@ -15,6 +15,7 @@ from hivemind.proto import averaging_pb2, runtime_pb2
 from dilocox.dht import streams
 from dilocox.dht.rpc import pack, reply, unpack
 from dilocox.dht.streams import LEADER_BYTES, MESSAGE_BYTES, OpenStreams, accept
+from tests.dht.processes import handles
 
 LIMIT_S = 20.0
 MESSAGE, END = b"\x00", b"\x01"  # hivemind's markers
@@ -59,20 +60,24 @@ class Echo(ServicerBase):
             await asyncio.sleep(0.01)
 
 
-async def _asked(scene: Callable[[Any, P2P, P2P], Awaitable[None]]) -> None:
-    server = await P2P.create(nat_port_map=False, startup_timeout=60)
-    caller = await P2P.create(
-        initial_peers=await server.get_visible_maddrs(),
-        nat_port_map=False,
-        startup_timeout=60,
-        dht_mode="client",
-    )
-    try:
-        await Echo().add_p2p_handlers(server)
-        await asyncio.wait_for(scene(Echo.get_stub(caller, server.peer_id), server, caller), 60.0)
-    finally:
-        await caller.shutdown()
-        await server.shutdown()
+Ask = Callable[[Callable[[Any, P2P, P2P], Awaitable[None]]], None]
+
+
+@pytest.fixture
+def ask(daemons: list[P2P]) -> Ask:
+    """Plays a scene between one that answers and one that asks."""
+
+    async def play(scene: Callable[[Any, P2P, P2P], Awaitable[None]]) -> None:
+        async with handles(daemons[:2]) as (server, caller):
+            echo = Echo()
+            await echo.add_p2p_handlers(server)
+            try:
+                stub = Echo.get_stub(caller, server.peer_id)
+                await asyncio.wait_for(scene(stub, server, caller), 60.0)
+            finally:
+                await echo.remove_p2p_handlers(server)
+
+    return lambda scene: asyncio.run(play(scene))
 
 
 @pytest.fixture
@@ -120,7 +125,7 @@ async def _ended(reader: Any) -> bool:
     return await asyncio.wait_for(reader.read(), LIMIT_S) == b""
 
 
-def test_honest_calls_are_answered(refused: Counter[str]) -> None:
+def test_honest_calls_are_answered(ask: Ask, refused: Counter[str]) -> None:
     async def scene(stub: Any, server: P2P, caller: P2P) -> None:
         async def frames() -> AsyncIterator[runtime_pb2.ExpertRequest]:
             for _ in range(20):
@@ -130,13 +135,13 @@ def test_honest_calls_are_answered(refused: Counter[str]) -> None:
         answers = await stub.rpc_tell(pack({"answers": 30}))
         assert len([each async for each in answers]) == 30
 
-    asyncio.run(_asked(scene))
+    ask(scene)
     assert not refused
 
 
 @pytest.mark.parametrize("call", ["rpc_count", "rpc_tell"])
 def test_a_message_that_says_it_has_a_terabyte_is_not_waited_for(
-    refused: Counter[str], call: str
+    ask: Ask, refused: Counter[str], call: str
 ) -> None:
     """hivemind would read on as long as bytes come, and hold them."""
 
@@ -146,22 +151,24 @@ def test_a_message_that_says_it_has_a_terabyte_is_not_waited_for(
             writer.write(MESSAGE + length.to_bytes(8, "big") + bytes(1000))
             assert await _ended(reader)
 
-    asyncio.run(_asked(scene))
+    ask(scene)
     assert refused == {"frame": 2}
 
 
 @pytest.mark.parametrize("call", ["rpc_count", "rpc_tell"])
-def test_a_stream_that_asks_for_nothing_ends(refused_soon: Counter[str], call: str) -> None:
+def test_a_stream_that_asks_for_nothing_ends(
+    ask: Ask, refused_soon: Counter[str], call: str
+) -> None:
     async def scene(stub: Any, server: P2P, caller: P2P) -> None:
         reader, writer = await _open(caller, server.peer_id, call)
         writer.write(MESSAGE + (100).to_bytes(8, "big"))
         assert await _ended(reader)
 
-    asyncio.run(_asked(scene))
+    ask(scene)
     assert refused_soon == {"late": 1}
 
 
-def test_a_request_whose_end_is_cut_off_ends(refused_soon: Counter[str]) -> None:
+def test_a_request_whose_end_is_cut_off_ends(ask: Ask, refused_soon: Counter[str]) -> None:
     """hivemind calls the handler once the whole end is there."""
 
     async def scene(stub: Any, server: P2P, caller: P2P) -> None:
@@ -169,13 +176,13 @@ def test_a_request_whose_end_is_cut_off_ends(refused_soon: Counter[str]) -> None
         writer.write(_framed(MESSAGE, pack({"answers": 1}).SerializeToString()) + END)
         assert await _ended(reader)
 
-    asyncio.run(_asked(scene))
+    ask(scene)
     assert refused_soon == {"late": 1}
 
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_request_is_followed_by_its_end_and_nothing_else(
-    refused: Counter[str], ends: bool
+    ask: Ask, refused: Counter[str], ends: bool
 ) -> None:
     """hivemind puts what follows where nobody takes it, and is not done when the handler is."""
 
@@ -188,11 +195,13 @@ def test_a_request_is_followed_by_its_end_and_nothing_else(
             await asyncio.wait_for(reader.read(), LIMIT_S)  # answers, until more came
         assert await _answers_again(stub)
 
-    asyncio.run(_asked(scene))
+    ask(scene)
     assert refused == {"frame": 2}
 
 
-def test_messages_that_no_handler_takes_end_the_stream(refused_soon: Counter[str]) -> None:
+def test_messages_that_no_handler_takes_end_the_stream(
+    ask: Ask, refused_soon: Counter[str]
+) -> None:
     async def scene(stub: Any, server: P2P, caller: P2P) -> None:
         held = [await _open(caller, server.peer_id, "rpc_leave") for _ in range(2)]
         for _, writer in held:
@@ -201,7 +210,7 @@ def test_messages_that_no_handler_takes_end_the_stream(refused_soon: Counter[str
             await asyncio.wait_for(reader.read(), LIMIT_S)
         assert await _answers_again(stub)
 
-    asyncio.run(_asked(scene))
+    ask(scene)
     assert refused_soon["late"] >= 2
 
 
@@ -275,7 +284,7 @@ def test_nobody_takes_the_places_of_those_who_have_to_do_with_the_run_nor_all_of
     asyncio.run(scene())
 
 
-def test_an_answer_to_a_call_of_ours_has_its_length_too(refused: Counter[str]) -> None:
+def test_an_answer_to_a_call_of_ours_has_its_length_too(ask: Ask, refused: Counter[str]) -> None:
     async def scene(stub: Any, server: P2P, caller: P2P) -> None:
         assert not [each async for each in await stub.rpc_shout(pack({}))]
 
@@ -288,12 +297,12 @@ def test_an_answer_to_a_call_of_ours_has_its_length_too(refused: Counter[str]) -
         with pytest.raises(asyncio.IncompleteReadError):
             await P2P.receive_protobuf(averaging_pb2.MessageFromLeader, reader)
 
-    asyncio.run(_asked(scene))
+    ask(scene)
     assert refused == {"frame": 2}
 
 
 def test_one_caller_has_so_many_streams_at_once_and_gets_its_places_back(
-    refused: Counter[str],
+    ask: Ask, refused: Counter[str]
 ) -> None:
     async def scene(stub: Any, server: P2P, caller: P2P) -> None:
         held = [await _open(caller, server.peer_id, "rpc_count") for _ in range(2)]
@@ -308,4 +317,4 @@ def test_one_caller_has_so_many_streams_at_once_and_gets_its_places_back(
             writer.close()
         assert await _answers_again(stub)
 
-    asyncio.run(_asked(scene))
+    ask(scene)

@@ -24,6 +24,8 @@ from dilocox.peer.options import InitOptions
 from dilocox.peer.process import sizes
 from tests.peer.commands import error_line, run_here, write_manifest
 
+pytestmark = pytest.mark.usefixtures("activations_are_reckoned_once")
+
 
 def written(folder: Path, **given: Any) -> Manifest:
     """What `init --yes` writes, read as `bootstrap` reads it."""
@@ -34,7 +36,7 @@ def written(folder: Path, **given: Any) -> Manifest:
 
 @pytest.fixture
 def unsized(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the table of sizes: a second for a small model, a minute for the largest."""
+    """Without the table of sizes: a minute for the largest model."""
     monkeypatch.setattr(sizes, "print_sizes", lambda _: None)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -35,6 +34,8 @@ from dilocox.pipeline.partition import hidden_size
 from dilocox.pipeline.stage import stage_layout
 from tests.peer.commands import error_line, run_here
 
+pytestmark = pytest.mark.usefixtures("activations_are_reckoned_once")
+
 DENSE = {"scheme": "dense", "bits": 4}
 MBIT = 1e6 / 8
 
@@ -57,22 +58,6 @@ def machines(**given: Any) -> Machines:
 
 def planned(manifest: Manifest, **given: Any) -> RunPlan:
     return RunPlan(manifest, machines(**given), memory=False)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def activations_are_reckoned_once() -> Iterator[None]:
-    """Those of a stage take a third of a second, and several plans here are of the same run."""
-    reckon, known = prepare.activation_bytes, dict[object, Any]()
-
-    def known_or_reckoned(manifest: Manifest, stage: int, **options: Any) -> Any:
-        key = manifest.digest, stage, *sorted(options.items())
-        if key not in known:
-            known[key] = reckon(manifest, stage, **options)
-        return known[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "activation_bytes", known_or_reckoned)
-        yield
 
 
 # ---- by hand -------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def server(status: int) -> Generator[int]:
             pass
 
     with HTTPServer(("127.0.0.1", 0), Handler) as http:
-        thread = threading.Thread(target=http.serve_forever)
+        thread = threading.Thread(target=http.serve_forever, args=(0.01,))
         thread.start()
         try:
             yield http.server_port

@@ -410,7 +410,7 @@ class TestHubOutOfReach:
                 del format, args
 
         with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-            threading.Thread(target=server.serve_forever, daemon=True).start()
+            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
             address = f"http://127.0.0.1:{server.server_port}"
             monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
             with pytest.raises(InvalidInput, match="'somebody/stories' has no revision 'v9'"):

@@ -243,6 +243,7 @@ class FakeAttempt:
 def service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> PeerService:
     for name in ("GROUP_WAIT_S", "LATE_GROUP_S"):
         monkeypatch.setattr(f"dilocox.peer.averaging.service.{name}", 0.05)
+    monkeypatch.setattr(PeerService.find_attempt, "__defaults__", (0.05,))
     service = PeerService.__new__(PeerService)
     service.attempts = {b"g": cast("Attempt", FakeAttempt())}
     service.sent, service.received = Counts(BYTE_KINDS), Counts(BYTE_KINDS)

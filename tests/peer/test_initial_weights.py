@@ -68,6 +68,11 @@ def export(folder: Path, config: Mapping[str, Any], parameters: Mapping[str, Ten
         draft.finish({}, "")
 
 
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dilocox.peer.process.initial_weights.LOOK_S", 0.05)
+
+
 @pytest.fixture(scope="module")
 def run_yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a run in two stages that goes on from an export; the folder `checkpoint` lies beside."""
@@ -241,13 +246,13 @@ def test_a_bootstrap_that_serves_others_first_is_waited_for(
 
     async def before(*_: object) -> None:
         asked.append(time.monotonic())
-        if asked[-1] - asked[0] < 5.0:
+        if asked[-1] - asked[0] < 2.5:
             raise PeerBusy("8 downloads are served at once")
 
     joiner.swarm.before = before
     with out_of_reach(run_yaml):
-        assert joiner.begin(wait_s=3.0) == (-1, manifest.root)
-    assert asked[-1] - asked[0] > 5.0, "longer than it waits for somebody who has them"
+        assert joiner.begin(wait_s=1.5) == (-1, manifest.root)
+    assert asked[-1] - asked[0] > 2.5, "longer than it waits for somebody who has them"
 
 
 def test_a_late_joiner_takes_the_newest_state_and_its_record_instead(

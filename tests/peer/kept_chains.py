@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,17 @@ def reduced_alone(
     return tuple(parts), tuple(means)
 
 
+@cache
+def initial_weights(
+    model: str, stages: int, stage: int, seed: int
+) -> tuple[FlatLayout, torch.Tensor]:
+    """Of a stage of a model in JSON: its layout and its weights [n], for nobody to change."""
+    config = json.loads(model)
+    layout = FlatLayout.of(parameter_shapes(config, stages, stage))
+    module = build_stage(config, stage, stages, seed)
+    return layout, flatten_parameters(module, layout).detach()
+
+
 class ChainMaker:
     """One peer, alone in its stage, with a log and snapshots on disk.
 
@@ -109,11 +122,11 @@ class ChainMaker:
         self.run = run
         self.own = state / f"{run}-stage{stage}"
         self._identity = identity
-        self.layout = FlatLayout.of(parameter_shapes(manifest.model, manifest.stages, stage))
+        model = json.dumps(manifest.model)
+        self.layout, initial = initial_weights(model, manifest.stages, stage, manifest.seed)
         self.codec = stage_codec(manifest, self.layout)
         self._plan = RoundPlan(manifest, self.codec)
-        module = build_stage(manifest.model, stage, manifest.stages, manifest.seed)
-        self.anchor = flatten_parameters(module, self.layout).detach().clone()
+        self.anchor = initial.clone()
         self.momentum = torch.zeros_like(self.anchor)
         self.log = RoundLog(self.own / "log", manifest_digest=manifest.root, codec=self.codec)
         self.last: RoundRecord | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from functools import cache
 from typing import Any
 
 import pytest
@@ -144,6 +145,7 @@ def test_each_recorded_series_has_a_test_of_its_value(name: str) -> None:
     assert any(name in check["expr"] for check in _checks() if check["exp_samples"])
 
 
+@cache
 def _checks() -> list[dict[str, Any]]:
     tests = yaml.safe_load((FOLDER / "rules_test.yml").read_text())["tests"]
     return [check for test in tests for check in test["promql_expr_test"]]

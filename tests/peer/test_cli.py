@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,11 @@ def test_every_command_has_its_function() -> None:
         assert callable(getattr(importlib.import_module(f"dilocox.peer.{module}"), function))
 
 
+@cache
+def help_of(command: str) -> str:
+    return plain(invoke(command, "--help").output)
+
+
 @pytest.mark.parametrize(
     ("command", "param"), params(), ids=lambda each: getattr(each, "name", each)
 )
@@ -119,7 +125,7 @@ def test_every_option_has_its_variable_and_a_help_text_with_default(
     assert param.envvar == "DILOCOX_" + name.upper().replace("-", "_")
     assert param.help and param.help.endswith(".")
     if flags:
-        text = plain(invoke(command, "--help").output)
+        text = help_of(command)
         assert flags[0] in text
         default = param.default
         if default not in (None, "", False, []):

@@ -20,7 +20,7 @@ def test_two_peers_train_a_model_that_transformers_loads(
 ) -> None:
     swarm = start_swarm()
     for _ in range(2):
-        swarm.add_peer()
+        swarm.add_peer(step_s=0.05)  # other tests run beside it
     swarm.wait_for_rounds(3, 120)
     swarm.assert_equal_chains()
     folder = swarm.folder / "export"

@@ -15,6 +15,7 @@ from dilocox.compression.exact import exact_product
 from dilocox.compression.group_quantization import GroupCodec
 from dilocox.compression.layout import FlatLayout
 from dilocox.compression.low_rank import LowRank, matrices_of, rank_limits
+from tests.sweeps import sweep
 
 SEED = "run/0/1"
 SHAPES = [
@@ -516,7 +517,7 @@ PLAIN_NUMPY = "X86_V3 X86_V4 AVX512_ICL AVX512_SPR AVX512_SKX AVX512F AVX2 FMA3"
 
 @pytest.mark.parametrize(
     ("torch_level", "mkl_level", "numpy_without"),
-    [("default", "SSE4_2", PLAIN_NUMPY), ("avx2", "AVX2", "X86_V4 AVX512_SKX")],
+    sweep([("default", "SSE4_2", PLAIN_NUMPY), ("avx2", "AVX2", "X86_V4 AVX512_SKX")]),
 )
 def test_other_instructions_change_no_byte(torch_level: str, mkl_level: str, numpy_without: str):
     levels = {

@@ -35,6 +35,7 @@ def test_main_process_killed_in_the_middle_of_a_request_leaves_nothing(start: St
     wait_until(lambda: not program.left(), LIMIT_S)
 
 
+@pytest.mark.sweep  # as above, between its requests
 @pytest.mark.parametrize("p2pd_goes_first", [False, True])
 def test_killed_main_process_leaves_nothing(start: Start, p2pd_goes_first: bool):
     program = start()

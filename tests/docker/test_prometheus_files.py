@@ -62,6 +62,7 @@ def test_promtool_takes_configuration_and_rules() -> None:
 
 
 @needs_promtool
+@pytest.mark.sweep  # hours of many swarms, minute by minute
 def test_alerts_fire_when_they_should_and_only_then() -> None:
     promtool("test", "rules", str(FOLDER / "rules_test.yml"))
 

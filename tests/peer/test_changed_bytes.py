@@ -19,6 +19,7 @@ from dilocox.peer.chain.store import RoundLog
 from dilocox.peer.training.snapshot_taking import Journal, JournaledSend
 from tests.peer.kept_chains import ChainMaker
 from tests.peer.test_archive import MANIFEST, Kept
+from tests.sweeps import sweep
 
 LAYOUT = "l" * 64
 PLACES = 16  # of a long file, beside its beginning and its end
@@ -107,24 +108,24 @@ def maker(tmp_path: Path) -> ChainMaker:
     return made
 
 
-@pytest.mark.parametrize(
-    ("hurt", "applied", "left"),
-    [
-        (4, 2, [0, 1, 2, 3]),  # it comes again from others, as what follows it
-        (3, 2, [0, 1, 2]),
-        (1, 2, [2, 3, 4]),  # it is in the anchor already
-        (2, 2, [3, 4]),
-    ],
-)
+LEFT = [
+    (4, [0, 1, 2, 3]),  # it comes again from others, as what follows it
+    (3, [0, 1, 2]),
+    (1, [2, 3, 4]),  # it is in the anchor already
+    (2, [3, 4]),
+]
+
+
 @pytest.mark.parametrize("ending", ["record", "certificate"])
+@pytest.mark.parametrize(("hurt", "left"), sweep(LEFT, [LEFT[1]]))
 def test_a_log_with_a_changed_byte_loses_no_more_than_it_must(
     maker: ChainMaker,
     caplog: pytest.LogCaptureFixture,
     hurt: int,
-    applied: int,
     left: list[int],
     ending: str,
 ) -> None:
+    applied = 2
     log = maker.own / "log"
     (path,) = log.glob(f"{hurt:08d}*.{ending}")
     for place in changed(path):
@@ -140,8 +141,9 @@ def test_a_log_with_a_changed_byte_loses_no_more_than_it_must(
     assert maker.log.rounds() == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("where", sweep(["middle", "beginning", "end"]))
 def test_an_archive_with_a_changed_byte_takes_that_part_of_its_chain_from_others_again(
-    maker: ChainMaker, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    maker: ChainMaker, tmp_path: Path, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
     kept = Kept(tmp_path / "kept", maker)
     kept.look(maker)
@@ -150,19 +152,18 @@ def test_an_archive_with_a_changed_byte_takes_that_part_of_its_chain_from_others
     assert {path.suffix for path in files} >= {".record", ".certificate", ".json", ".safetensors"}
     for path in files:
         data = path.read_bytes()
-        # all of a short file; of a long one its beginning, its middle and its end
-        for place in places_of(data)[:: 19 if len(data) >= 100 else 1]:
-            copy = tmp_path / "copy"
-            shutil.copytree(kept.folder, copy)
-            wrong = bytearray(data)
-            wrong[place] ^= 0x10
-            (copy / path.relative_to(kept.folder)).write_bytes(wrong)
-            caplog.clear()
-            again = Kept(copy, maker)
-            claim = again.look()
-            name = f"byte {place} of {path.name}"
-            assert claim is None, name
-            assert str(copy / newest.name) in caplog.text and "damaged" in caplog.text, name
-            assert again.look(maker) == maker.claim(), name
-            shutil.rmtree(copy)
-            asyncio.run(again.archive.close())
+        place = places_of(data)[{"beginning": 0, "middle": 19, "end": -1}[where]]
+        copy = tmp_path / "copy"
+        shutil.copytree(kept.folder, copy)
+        wrong = bytearray(data)
+        wrong[place] ^= 0x10
+        (copy / path.relative_to(kept.folder)).write_bytes(wrong)
+        caplog.clear()
+        again = Kept(copy, maker)
+        claim = again.look()
+        name = f"byte {place} of {path.name}"
+        assert claim is None, name
+        assert str(copy / newest.name) in caplog.text and "damaged" in caplog.text, name
+        assert again.look(maker) == maker.claim(), name
+        shutil.rmtree(copy)
+        asyncio.run(again.archive.close())

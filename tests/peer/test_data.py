@@ -30,9 +30,10 @@ from tests.peer.corpora import (
     write_source,
     write_text,
 )
+from tests.sweeps import sweep
 
 
-@pytest.fixture(params=FORMATS)
+@pytest.fixture(params=sweep(FORMATS, {"text", "hub"}))
 def spec(request: pytest.FixtureRequest, tmp_path: Path) -> DataSpec:
     return write_source(request.param, tmp_path)
 

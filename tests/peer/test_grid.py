@@ -116,7 +116,7 @@ def test_shares_tile_each_phase_by_whole_units(numel: int) -> None:
 
 # ---- without faults ------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("scheme", "bits"), [("dense", 4), ("dense", 8), ("dense", 32), ("low_rank", 8)]
+    ("scheme", "bits"), sweep([("dense", 32), ("low_rank", 8), ("dense", 4), ("dense", 8)], 2)
 )
 def test_twelve_members_in_rows_of_four_make_the_record_of_the_flat_exchange(
     twelve: list[Identity], tmp_path: Path, scheme: str, bits: int

@@ -13,6 +13,7 @@ from dilocox.peer.chain.replay import Replayed, replay
 from dilocox.peer.chain.store import kept_run
 from dilocox.peer.rounds.record import RoundRecord
 from tests.peer.kept_chains import ChainMaker, Change, manifest_of
+from tests.sweeps import sweep
 
 
 @pytest.fixture
@@ -132,7 +133,7 @@ CHANGES: dict[Change, str] = {
 }
 
 
-@pytest.mark.parametrize(("change", "words"), CHANGES.items())
+@pytest.mark.parametrize(("change", "words"), sweep(CHANGES.items(), 4))
 def test_a_record_that_should_not_follow_is_named(
     maker: ChainMaker, change: Change, words: str
 ) -> None:

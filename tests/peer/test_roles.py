@@ -24,6 +24,7 @@ from dilocox.pipeline.messages import Stepped
 from dilocox.pipeline.reservation import Reservation
 from tests.peer.clocks import TestClock
 from tests.peer.loops import ME, Loop, manifest
+from tests.sweeps import sweep
 
 STEP_TOKENS = 16
 HELD_OUT = torch.arange(4 * 9).reshape(4, 9)
@@ -364,7 +365,7 @@ def timed(loop: Loop, clock: TestClock, *, evaluation_s: float, step_s: float) -
     return led
 
 
-@pytest.mark.parametrize("round_steps", [20, 400])
+@pytest.mark.parametrize("round_steps", sweep([20, 400]))
 def test_validation_takes_half_a_percent_of_the_time_however_short_the_rounds(
     tmp_path: Path, clock: TestClock, round_steps: int
 ) -> None:

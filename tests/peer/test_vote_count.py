@@ -18,6 +18,7 @@ from dilocox.peer.rounds.vote_count import (
     exclusion,
     may_start,
 )
+from tests.sweeps import sweep
 
 D1, D2 = "1" * 64, "2" * 64
 MANY = "abcdefghij"  # who vote
@@ -113,7 +114,8 @@ def patterns(size: int, *, one_way: bool) -> list[frozenset[tuple[int, int]]]:
 
 
 @pytest.mark.parametrize(
-    "size, one_way, cases", [(3, False, 8), (3, True, 64), (4, False, 64), (4, True, 4096)]
+    "size, one_way, cases",
+    sweep([(3, False, 8), (3, True, 64), (4, False, 64), (4, True, 4096)], 3),
 )
 def test_no_cut_pattern_commits_on_one_member_and_voids_on_another(
     size: int, one_way: bool, cases: int

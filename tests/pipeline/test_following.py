@@ -14,9 +14,12 @@ from tests.pipeline.histories import How, after_frames, check_history, equal, re
 from tests.pipeline.peers import TINY, Peer, Plan
 from tests.pipeline.replicas import Swarm
 from tests.pipeline.wires import SILENCE_S, Vanished
+from tests.sweeps import sweep
 
 PLAN = Plan(microbatches=2)
 BATCHES = batches(TINY, 3, 2)
+KILLS: list[tuple[How, int]] = [("kill", moment) for moment in range(13)]
+CASES: list[tuple[How, int]] = [*KILLS, *(("freeze", moment) for moment in range(0, 13, 4))]
 
 
 def followers(swarm: Swarm) -> list[Peer]:
@@ -44,7 +47,7 @@ def check_that_another_head_goes_on(swarm: Swarm) -> None:
 class TestTheHeadIsGone:
     @pytest.mark.parametrize(
         ("how", "moment"),
-        [*(("kill", m) for m in range(13)), *(("freeze", m) for m in range(0, 13, 4))],
+        sweep(CASES, CASES[::4]),
     )
     def test_in_mid_step_its_members_free_themselves(self, moment: int, how: How) -> None:
         swarm = Swarm(PLAN, seed=moment)

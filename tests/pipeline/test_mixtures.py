@@ -14,6 +14,7 @@ from dilocox.pipeline.partition import load_config, plan_stages
 from dilocox.pipeline.stage_worker import next_token_loss, summed_loss
 from tests.pipeline.chains import Chain, Config, batches, chain
 from tests.pipeline.conftest import FAMILIES, MIXTURES
+from tests.sweeps import sweep
 
 
 def gradients(chained: Chain) -> dict[str, Tensor]:
@@ -50,7 +51,7 @@ def spans(config: Config, num_stages: int) -> list[range]:
     return [range(plan.start, plan.stop) for plan in plan_stages(config, num_stages)]
 
 
-@pytest.mark.parametrize(("num_stages", "recompute"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(("num_stages", "recompute"), sweep([(2, True), (1, False), (2, False)]))
 def test_each_stages_auxiliary_loss_is_in_its_backward(
     mixture_config: Config, num_stages: int, recompute: bool
 ) -> None:

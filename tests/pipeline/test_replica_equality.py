@@ -15,6 +15,7 @@ from dilocox.pipeline.stage import StageModule
 from tests.pipeline.chains import SPEC, Config, batches, chain, rate, whole_run
 from tests.pipeline.peers import TINY, Peer, Plan
 from tests.pipeline.replicas import Swarm
+from tests.sweeps import sweep
 
 
 def trained(plan: Plan, steps: int, seed: int = 0) -> Swarm:
@@ -46,7 +47,7 @@ def chained_weights(plan: Plan, steps: int) -> list[Tensor]:
 class TestEqualsTheWholeModel:
     @pytest.mark.parametrize(
         ("family_config", "num_stages"),
-        [("llama", 1), ("llama", 2), ("llama", 4), ("gpt_neox", 3), ("qwen3", 3)],
+        sweep([("llama", 4), ("gpt_neox", 3), ("llama", 1), ("llama", 2), ("qwen3", 3)], 2),
         indirect=["family_config"],
     )
     def test_after_twenty_inner_steps(self, family_config: Config, num_stages: int) -> None:

@@ -15,6 +15,7 @@ from dilocox.pipeline.partition import plan_stages
 from dilocox.pipeline.stage import StageModule, build_stage
 from dilocox.pipeline.stage_worker import StagePasses, StageWorker, next_token_loss, summed_loss
 from tests.pipeline.chains import SEED, SPEC, Config, batches, chain, same, weights
+from tests.sweeps import sweep
 
 PIECES = 1  # logits at once: pieces of as few tokens as there may be, 256
 MANY = (12, 33)  # windows whose 384 tokens make two such pieces
@@ -106,7 +107,7 @@ def test_the_logits_of_a_microbatch_are_never_there_at_once(
 
 
 # ---- layers that run again -----------------------------------------------------------------------
-@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("num_stages", sweep([2, 1]))
 def test_layers_that_run_again_give_the_same_gradients_to_the_last_bit(
     family_config: Config, num_stages: int
 ) -> None:

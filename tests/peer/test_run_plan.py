@@ -15,7 +15,6 @@ from benchmarks.grid import sent_by
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_sections import CodecSpec, InitialSpec
-from dilocox.peer.process import prepare
 from dilocox.peer.process.prepare import StageNeeds
 from dilocox.peer.process.run_plan import (
     LAST_WAYS,

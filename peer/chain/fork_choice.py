@@ -195,6 +195,7 @@ class Trust:
         return bool(self._credit.records)
 
     def knows(self, peer: str) -> bool:
+        """Whether it had a vote in our last records, or is a bootstrap."""
         return self._credit.knows(peer)
 
     def teller(self, telling: Sequence[str]) -> str:

@@ -354,10 +354,10 @@ def write_facts(folder: Path, round_number: int, digest: str, chunks: bytes) -> 
 
 
 def check_state(folder: Path) -> None:
-    """Raise ValueError where a state and what is said of it do not fit; OSError."""
+    """Raise ValueError where a state and what is said of it (a map) do not fit; OSError."""
     facts, chunks = json.loads((folder / STATE_FACTS_FILE).read_text()), (folder / CHUNKS_FILE)
     size, digests = (folder / STATE_FILE).stat().st_size, chunk_digests(folder / STATE_FILE)
-    told = facts["size"], facts["sha256"], chunks.read_bytes()
+    told = facts.get("size"), facts.get("sha256"), chunks.read_bytes()
     if told != (size, hashlib.sha256(digests).hexdigest(), digests):
         raise ValueError(f"{STATE_FILE} is not what {STATE_FACTS_FILE} and {CHUNKS_FILE} say")
 

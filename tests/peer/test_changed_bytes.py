@@ -14,11 +14,17 @@ import pytest
 import torch
 
 from dilocox.dht.identity import Identity
-from dilocox.peer.chain.snapshot_files import Snapshot, read_snapshot, write_snapshot
+from dilocox.peer.chain.archive import Generation
+from dilocox.peer.chain.snapshot_files import (
+    STATE_FACTS_FILE,
+    Snapshot,
+    read_snapshot,
+    write_snapshot,
+)
 from dilocox.peer.chain.store import RoundLog
 from dilocox.peer.training.snapshot_taking import Journal, JournaledSend
 from tests.peer.kept_chains import ChainMaker
-from tests.peer.test_archive import MANIFEST, Kept
+from tests.peer.test_archive import CHECK, MANIFEST, Kept
 from tests.sweeps import sweep
 
 LAYOUT = "l" * 64
@@ -167,3 +173,23 @@ def test_an_archive_with_a_changed_byte_takes_that_part_of_its_chain_from_others
         assert again.look(maker) == maker.claim(), name
         shutil.rmtree(copy)
         asyncio.run(again.archive.close())
+
+
+def test_what_is_said_of_a_kept_state_is_refused_whichever_byte_is_changed(
+    maker: ChainMaker, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A key with another letter ended the bootstrap."""
+    kept = Kept(tmp_path / "kept", maker)
+    kept.look(maker)
+    newest = kept.folder / kept.generations[-1]
+    (said,) = newest.rglob(STATE_FACTS_FILE)
+    for place in range(said.stat().st_size):
+        copy = tmp_path / "copy"
+        shutil.copytree(newest, copy / newest.name)
+        wrong = bytearray(said.read_bytes())
+        wrong[place] ^= 0x10
+        (copy / newest.name / said.relative_to(newest)).write_bytes(wrong)
+        caplog.clear()
+        assert not Generation.kept(copy, CHECK), f"byte {place}"
+        assert "damaged" in caplog.text and not (copy / newest.name).exists()
+        shutil.rmtree(copy)

@@ -28,26 +28,30 @@ def every_fifth_round(
     return tuple(faults)
 
 
-def restless(seed: int) -> Scenario:
+def restless(seed: int, round_s: float = 60.0, fetch_s: float = 0.0) -> Scenario:
     """A stage of few heads, hurt one after another for a third of the run: who is in the last
-    records changes all the time.
+    records changes all the time. What happens lasts as many rounds, whatever a round lasts.
+
+    fetch_s: that the archive takes for a record.
     """
     draw = random.Random(seed)
     heads = draw.choice((2, 3, 3, 4))
+    longer = round_s / 60.0
     faults: list[Fault] = []
     at_s = 100.0
     while at_s < 1500.0:
         kind = draw.choice(("kill", "freeze", "freeze", "partition"))
-        peers = (draw.randrange(heads),)
-        faults.append(Fault(kind=kind, at_s=at_s, peers=peers, seconds=draw.uniform(20, 240)))
+        peers, seconds = (draw.randrange(heads),), draw.uniform(20, 240)
+        faults.append(Fault(kind=kind, at_s=at_s * longer, peers=peers, seconds=seconds * longer))
         at_s += draw.uniform(30, 200)
     joins = [0.0 if n < 1 or draw.random() < 0.3 else draw.uniform(0, 900) for n in range(heads)]
     return Scenario(
         step_s=tuple(draw.uniform(0.7, 1.5) for _ in range(heads)),
-        round_s=60.0,
+        round_s=round_s,
         rounds=60,
         seed=seed,
-        joins=tuple(joins),
+        fetch_s=fetch_s,
+        joins=tuple(at_s * longer for at_s in joins),
         faults=tuple(faults),
     )
 

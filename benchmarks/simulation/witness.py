@@ -33,6 +33,7 @@ class Keeping:
     book: ClaimBook
     answers: bool = True
     behind: bool = False
+    fetching: bool = False
 
 
 class SimulatedArchive:
@@ -47,14 +48,18 @@ class SimulatedArchive:
         run: str,
         log_of: Callable[[str, int], SimulatedLog | None],
         revision: Callable[[], int],
+        fetch_s: float,
     ):
-        """log_of: what a peer gives that can be reached. revision: of the manifest, by now."""
+        """log_of: what a peer gives that can be reached. revision: of the manifest, by now.
+        fetch_s: for a record; until all of a walk are here, it claims what it had.
+        """
         self.me = me
         self._timeline = timeline
         self._dht = dht
         self._run = run
         self._log_of = log_of
         self._revision = revision
+        self._fetch_s = fetch_s
         self._lifetime_s = manifest.deadlines.record_lifetime_s
         self.stages = [self._keeping(n, manifest.root) for n in range(manifest.stages)]
         timeline.after(LOOK_S, self._tick)
@@ -92,6 +97,8 @@ class SimulatedArchive:
         )
 
     def _follow(self, kept: Keeping, view: SwarmView) -> None:
+        if kept.fetching:
+            return
         log, head = cast(Any, kept.log), kept.log.head()
         view = kept.trust.counting(view, log, head)
         self._take(kept, view, head)
@@ -112,8 +119,19 @@ class SimulatedArchive:
             if shared < len(kept.log.chain) and not self._leaves(kept, claim, theirs, shared):
                 kept.book.ignore(claim.digest)
                 continue
+            self._fetch(kept, theirs, len(theirs.chain) - shared)
+            return
+
+    def _fetch(self, kept: Keeping, theirs: SimulatedLog, records: int) -> None:
+        if not self._fetch_s:
             kept.log.chain = theirs.chain
             return
+
+        def fetched() -> None:
+            kept.log.chain, kept.fetching = theirs.chain, False
+
+        kept.fetching = True
+        self._timeline.after(records * self._fetch_s, fetched)
 
     def _leaves(self, kept: Keeping, claim: ClaimRecord, theirs: SimulatedLog, shared: int) -> bool:
         reach = Reached(

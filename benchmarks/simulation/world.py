@@ -50,6 +50,7 @@ class Scenario:
     merge, apply: of the manifest's section `outer`.
     write_s: seconds that the loop is busy between a send and its handing over.
     tick_s: what every tick of a coordinator takes longer.
+    fetch_s: that an archive takes for a record.
     strangers: keys that lie in the DHT once the run has had `strangers_after` rounds.
     bootstraps: the operator's, and a copy of it. lying: who has a part in the run, and lies.
     """
@@ -68,6 +69,7 @@ class Scenario:
     outer_step_s: float = 0.1
     write_s: float = 0.0
     tick_s: float = 0.0
+    fetch_s: float = 0.0
     joins: tuple[float, ...] = ()
     end_tokens: int = 10**15
     pauses_at_s: float | None = None
@@ -210,6 +212,7 @@ class World:
             self.run,
             self._log_of,
             lambda: self.revision_for(BOOTSTRAP, self.timeline.now).number,
+            self.scenario.fetch_s,
         )
         lying = self.scenario.lying
         how = "" if lying is None else lying.of_bootstrap(name)

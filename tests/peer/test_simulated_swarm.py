@@ -254,10 +254,12 @@ def test_a_stage_that_a_cut_kept_rounds_ahead_has_the_others_come_to_it() -> Non
     assert outcome.lost_share < 0.2
 
 
-@pytest.mark.parametrize("seed", sweep((66, 221, 28, 50)))
-def test_a_small_stage_that_is_hurt_again_and_again_goes_on_in_one_chain(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "fetch_s"), sweep(((66, 0), (221, 0), (28, 0), (50, 0), (66, 6))))
+def test_a_small_stage_that_is_hurt_again_and_again_goes_on_in_one_chain(
+    seed: int, fetch_s: float
+) -> None:
     """Who made most of the last records was away while others went on, and neither followed."""
-    outcome = World(restless(seed)).play()
+    outcome = World(restless(seed, fetch_s=fetch_s)).play()
     assert outcome.conserved and outcome.one_chain
     assert outcome.archived >= outcome.last_rounds[0] - 1
     assert outcome.committed >= outcome.rounds - 12

@@ -189,7 +189,7 @@ class ToldSwarm:
                 number,
                 members,
                 previous=digest(stage, before) if before is not None else None,
-                root=self.manifest.root,
+                root="" if number else self.manifest.root,
                 branch=branch,
                 chain_tokens=chain.chain_tokens + sum(members.values()),
                 sits_out=sits_out,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import lru_cache
@@ -106,6 +108,18 @@ def rate(step: int) -> float:
     return 1e-2 / (1 + step % 4)
 
 
+@lru_cache
+def _built(config: str, stage: int, num_stages: int) -> StageModule:
+    return build_stage(json.loads(config), stage, num_stages, SEED)
+
+
+def fresh_stage(config: Config, stage: int, num_stages: int) -> StageModule:
+    """A stage as every peer of it builds it at the start of a run."""
+    built = _built(json.dumps(config), stage, num_stages)
+    shared = [module.config for module in built.modules() if hasattr(module, "config")]
+    return copy.deepcopy(built, {id(config): config for config in shared})
+
+
 def chain(
     config: Config,
     num_stages: int,
@@ -114,7 +128,7 @@ def chain(
     precisions: tuple[Precision | None, ...] | None = None,
     **options: Any,
 ) -> Chain:
-    stages = [build_stage(config, stage, num_stages, SEED) for stage in range(num_stages)]
+    stages = [fresh_stage(config, stage, num_stages) for stage in range(num_stages)]
     optimizers = [
         InnerOptimizer(stage.named_parameters(), spec, precision=precision)
         for stage, precision in zip(stages, precisions or (None,) * num_stages, strict=True)

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from dilocox.peer.training.inner_optimizer import InnerOptimizer
 from dilocox.pipeline.frames import Frame
-from tests.pipeline.chains import Chain
-from tests.pipeline.peers import fresh_stage
+from tests.pipeline.chains import Chain, fresh_stage
 from tests.pipeline.replicas import Swarm
 
 How = Literal["kill", "kill, what it sent arrives", "freeze"]
@@ -58,7 +57,8 @@ def equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 
 def retraced(swarm: Swarm) -> dict[str, list[Tensor]]:
     """The weights that all peers must have, from who completed which steps with whom."""
-    stages = {name: fresh_stage(swarm.plan, peer.stage) for name, peer in swarm.peers.items()}
+    config, count = swarm.plan.config, swarm.plan.num_stages
+    stages = {name: fresh_stage(config, peer.stage, count) for name, peer in swarm.peers.items()}
     optimizers = {
         name: InnerOptimizer(stage.named_parameters(), swarm.plan.spec)
         for name, stage in stages.items()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import json
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,9 +14,9 @@ from dilocox.dht.manifest import InnerSpec
 from dilocox.peer.training.inner_optimizer import InnerOptimizer
 from dilocox.pipeline.member import Follower, Member
 from dilocox.pipeline.reservation import Reservation
-from dilocox.pipeline.stage import StageModule, build_stage
+from dilocox.pipeline.stage import StageModule
 from dilocox.pipeline.stage_worker import StageWorker
-from tests.pipeline.chains import SEED, SPEC, Config
+from tests.pipeline.chains import SPEC, Config, fresh_stage
 from tests.pipeline.wires import Box, Wires
 
 TINY: Config = {
@@ -50,18 +47,6 @@ class Plan:
     @property
     def shape(self) -> tuple[int, int, int]:
         return 2, 8, int(self.config["hidden_size"])
-
-
-@lru_cache
-def _built(config: str, stage: int, num_stages: int) -> StageModule:
-    return build_stage(json.loads(config), stage, num_stages, SEED)
-
-
-def fresh_stage(plan: Plan, stage: int) -> StageModule:
-    """A stage as every peer of it builds it at the start of a run."""
-    built = _built(json.dumps(plan.config), stage, plan.num_stages)
-    shared = [module.config for module in built.modules() if hasattr(module, "config")]
-    return copy.deepcopy(built, {id(config): config for config in shared})
 
 
 class Anchor:
@@ -107,7 +92,7 @@ class Peer:
         self.steps: list[tuple[str, int]] = []
         self.told: list[tuple[str, dict[str, Any]]] = []
         self.busy = False
-        self.module = fresh_stage(plan, stage)
+        self.module = fresh_stage(plan.config, stage, plan.num_stages)
         self.parameters = list(self.module.parameters())
         self.optimizer = InnerOptimizer(self.module.named_parameters(), plan.spec)
         self.worker = StageWorker(

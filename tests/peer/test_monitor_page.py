@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import cache
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
@@ -289,8 +290,14 @@ def drawn(browser: Window, pages: MonitorPages, query: str = "", **look: Any) ->
         return browser.show(f"http://127.0.0.1:{server.port}/{query}", **look)
 
 
+@cache
+def status_in(state: str) -> dict[str, Any]:
+    """What stands in status.json in one of the states, for nobody to change."""
+    return STATES[state]()
+
+
 def drawn_state(browser: Window, state: str, query: str = "", **look: Any) -> Shown:
-    pages, status = MonitorPages(lambda: True), STATES[state]()
+    pages, status = MonitorPages(lambda: True), status_in(state)
     pages.show(status, Page(body=b""), status["contributions"])
     return drawn(browser, pages, query, **look)
 
@@ -361,7 +368,7 @@ def test_a_swarm_without_peers_is_drawn_too(browser: Window) -> None:
 def test_no_state_makes_the_console_complain(browser: Window, state: str, width: int) -> None:
     shown = drawn_state(browser, state, dark=True, width=width)
     assert shown.console == ()
-    sentence = STATES[state]()["health"]["sentence"]
+    sentence = status_in(state)["health"]["sentence"]
     assert shown.text("health") == sentence[0].upper() + sentence[1:]
 
 
@@ -386,7 +393,7 @@ def test_lines_end_where_the_operator_went_back(browser: Window) -> None:
 
 
 def test_who_asks_for_a_peer_finds_it_marked(browser: Window) -> None:
-    row = STATES["training"]()["contributions"][2]
+    row = status_in("training")["contributions"][2]
     shown = drawn_state(browser, "training", f"?peer={row['id']}")
     assert shown.text("you").startswith("You are number 3 of 10: ")
     assert shown.count('<tr class="you">') == 1 and shown.count('class="badge"') == 1

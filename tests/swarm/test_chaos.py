@@ -14,7 +14,7 @@ FIRST = int(os.environ.get("CHAOS_SEED", "1"))
 SEEDS = range(FIRST, FIRST + int(os.environ.get("CHAOS_SEEDS", "1")))
 SECONDS = 60.0 * float(os.environ.get("CHAOS_MINUTES", "3"))
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(SECONDS + 900)]
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(SECONDS + 1200)]
 
 
 @pytest.mark.faults

@@ -66,7 +66,7 @@ from tests.peer.fabricated import replica_record, stage_record
 from tests.peer.kept_chains import reduced_alone
 from tests.peer.told_records import remembering
 
-KEYS = 12
+KEYS, FRESH_KEYS = 12, 100
 PAUSE_S = 1.0
 FAR_ROUNDS = (9_999_999_999, 2**53)
 NEVER = "f" * 64
@@ -89,6 +89,8 @@ class Hostile:
         self._served: dict[str, tuple[bytes, bytes]] = {}  # records and their certificates
         self._states = folder / "states"
         self._given = Counter[str]()  # bytes, by kind
+        self._before: tuple[StageAnchor, RoundRecord] | None = None
+        self._crowd = 0
         self._places: list[asyncio.Task[None]] = []
         self._chunks = 0
         self._loop = asyncio.new_event_loop()
@@ -99,23 +101,15 @@ class Hostile:
     def records(self) -> dict[str, Any]:
         """A1: a record after the newest one, of random values, certified by keys of its own; its
         tokens (A4) are as many as may be."""
-        taken: list[StageAnchor] = []
-        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
-            download_anchors(self.place, taken.append, folder=Path(folder), timeout_s=30)
-        newest = taken[-1]
-        last = asyncio.run(self._fetched(newest.place.digest))
-        data, proof = self._forged(newest, last.record)
-        digest = digest_of(data)
-        self._served[digest] = data, proof
-        claim = ClaimRecord(
-            round=newest.place.round + 1,
-            digest=digest,
-            tokens=10**9,
-            chain_tokens=newest.place.chain_tokens + KEYS * tokens_cap(self.place.manifest),
-            record_bytes=len(data),
-        )
-        self._tell(claim_key(self.place.run, 0), claim)
-        return {"round": claim.round, "digest": digest}
+        return self._claim_after(*self._newest())
+
+    def forks(self) -> dict[str, Any]:
+        """A1: the same after the record that was the newest one the last time, so that who takes it
+        has to leave what came since.
+        """
+        newest = self._newest()
+        before, self._before = self._before or newest, newest
+        return self._claim_after(*before)
 
     def weights(self) -> dict[str, Any]:
         """A1: claims the newest record of the others and gives it as it is, with weights of its own
@@ -136,12 +130,18 @@ class Hostile:
         return {"round": newest.round, "given": self._given["state"]}
 
     def claims(self) -> dict[str, Any]:
-        """A8: a claim of what nobody has, another one each time; A4: of the whole run."""
+        """A8: a claim of what nobody has, another one each time. A4: of the end of the run, by half
+        of the keys before its first record.
+        """
         digest = digest_of(str(time.time()).encode())
         claim = ClaimRecord(
             round=1000, digest=digest, tokens=1, chain_tokens=2**52, record_bytes=1000
         )
         self._tell(claim_key(self.place.run, 0), claim)
+        lifetime_s = self.place.manifest.deadlines.record_lifetime_s
+        root = replace(claim, round=-1, digest=self.place.manifest.root, record_bytes=0)
+        for swarm in self.swarms[::2]:
+            swarm.publish(claim_key(self.place.run, 0), root, lifetime_s)
         return {"digest": digest}
 
     def echoes(self) -> dict[str, Any]:
@@ -180,6 +180,17 @@ class Hostile:
             swarm.publish(stage_key(self.place.run, 0), hosting, lifetime_s)
         return {"hosts": len(self.keys)}
 
+    def crowds(self) -> dict[str, Any]:
+        """A9: fresh keys that say that they host stage 0, a hundred more each time."""
+        lifetime_s = self.place.manifest.deadlines.record_lifetime_s
+        for number in range(self._crowd, self._crowd + FRESH_KEYS):
+            key = Identity.load_or_create(self._folder / f"fresh-{number}.key")
+            swarm = Swarm(self.place.dht, self.place.run, key, self.place.clock)
+            hosting = stage_record(round=0, digest="", replica=key.peer_id)
+            swarm.publish(stage_key(self.place.run, 0), hosting, lifetime_s)
+        self._crowd += FRESH_KEYS
+        return {"keys": self._crowd}
+
     def reserves(self) -> dict[str, Any]:
         """A9: every key leads a replica, says that all peers of stage 1 are in it, and does nothing
         with those that let it."""
@@ -208,6 +219,28 @@ class Hostile:
         return {"streams": len(self._places), "chunks": self._chunks}
 
     # ---- pieces ----------------------------------------------------------------------------------
+    def _newest(self) -> tuple[StageAnchor, RoundRecord]:
+        """The anchor of the newest record, and the record."""
+        taken: list[StageAnchor] = []
+        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+            download_anchors(self.place, taken.append, folder=Path(folder), timeout_s=30)
+        return taken[-1], asyncio.run(self._fetched(taken[-1].place.digest)).record
+
+    def _claim_after(self, anchor: StageAnchor, last: RoundRecord) -> dict[str, Any]:
+        """Make a record after this one, serve it, and have all keys claim it."""
+        data, proof = self._forged(anchor, last)
+        digest = digest_of(data)
+        self._served[digest] = data, proof
+        claim = ClaimRecord(
+            round=last.round + 1,
+            digest=digest,
+            tokens=10**9,
+            chain_tokens=last.chain_tokens + KEYS * tokens_cap(self.place.manifest),
+            record_bytes=len(data),
+        )
+        self._tell(claim_key(self.place.run, 0), claim)
+        return {"round": claim.round, "digest": digest}
+
     async def _searched(self) -> dict[str, Any]:
         p2p = await self.place.dht.replicate_p2p()
         answered = Counter[str]()
@@ -402,12 +435,14 @@ def _round(claim: ClaimRecord) -> int:
 
 ATTACKS: dict[str, Callable[[Hostile], dict[str, Any]]] = {
     "records": Hostile.records,
+    "forks": Hostile.forks,
     "weights": Hostile.weights,
     "claims": Hostile.claims,
     "echoes": Hostile.echoes,
     "rounds": Hostile.rounds,
     "heads": Hostile.heads,
     "hosts": Hostile.hosts,
+    "crowds": Hostile.crowds,
     "reserves": Hostile.reserves,
     "searches": Hostile.searches,
     "places": Hostile.places,

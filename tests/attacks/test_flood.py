@@ -10,14 +10,19 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
 import pytest
 
 from dilocox.peer.os_process import start_process
-from tests.attacks.test_strangers import HONEST_S, LEAST_SHARE, rounds_in, swarm_of_three
+from tests.attacks.test_strangers import (
+    HONEST_S,
+    LEAST_SHARE,
+    MOST_MORE_MB,
+    rounds_in,
+    swarm_of_three,
+)
 from tests.docker.prometheus import free_ports
 from tests.swarm.conftest import StartSwarm
 from tests.swarm.harness import ProcessSwarm
@@ -27,17 +32,9 @@ pytestmark = [pytest.mark.swarm, pytest.mark.timeout(2400)]
 
 MESSAGES, SEEDS = 100_000, (1, 2)
 FLOOD_LIMIT_S = 1800.0
-MOST_MORE_MB = 50.0  # of a peer, or of the bootstrap
 LEFT_MB = 20.0
 AFTER_S = 60.0
 REFUSED = re.compile(r'^\w+_refused_total{.*reason="([\w ]+)".*} ([\d.]+)$', re.MULTILINE)
-
-
-def private_mb(pid: int) -> float:
-    """The memory that belongs to this process alone."""
-    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    found = re.findall(r"^Private_(?:Clean|Dirty): +(\d+) kB", rollup, re.MULTILINE)
-    return sum(map(int, found)) / 1e3
 
 
 def memory_mb(swarm: ProcessSwarm) -> dict[str, float]:
@@ -45,9 +42,8 @@ def memory_mb(swarm: ProcessSwarm) -> dict[str, float]:
     found = defaultdict[str, float](float)
     for name in ("bootstrap", *(peer.name for peer in swarm.peers)):
         for process in family(f"{swarm.tag}.{name}"):
-            found[f"{name} {'p2pd' if process.name == 'p2pd' else 'python'}"] += private_mb(
-                process.pid
-            )
+            kind = "p2pd" if process.name == "p2pd" else "python"
+            found[f"{name} {kind}"] += process.private_mb
     return found
 
 

@@ -23,6 +23,7 @@ LEAST_SHARE = 0.9 / 2  # of the honest rounds a minute, and a factor of two for 
     ("how", "liars"),
     [
         ("sends", 1),  # A5: ten times the opposite of what it learnt
+        ("weighs", 1),  # A5: the opposite, and a hundred times the tokens
         ("reduces", 1),  # A6: a false mean, the same to all
         ("splits", 1),  # A7: one mean to half of the others, another one to the other half
         ("leaves", 1),  # A7: falls silent in every exchange

@@ -30,6 +30,7 @@ HONEST_S = 40.0
 BEGIN_LIMIT_S = 60.0
 JOINERS = 3
 HELD_S, HELD_LIMIT_S = 20.0, 90.0
+MOST_MORE_MB = 50.0
 LEAST_SHARE = 0.9 / 2  # of the honest rounds a minute, and a factor of two for busy machines
 
 
@@ -93,10 +94,12 @@ def taken(swarm: ProcessSwarm) -> list[RoundRecord]:
     "kind",
     [
         "records",  # A1, A4: certified by keys of its own
-        "claims",  # A8: of what nobody has; A4: of the end of the run
+        "forks",  # A1: likewise, and whoever takes it leaves what the others have made since
+        "claims",  # A8: of what nobody has; A4: of the end of the run, some before its first record
         "echoes",  # A4, A8: of what the others have, with other numbers
         "rounds",  # A2: of rounds that will never be
         "heads",  # A8: of more replicas than there are, which ring far on and not here
+        "crowds",  # A9: of more and more keys that say that they host the stage
         "searches",  # A3: in one call one key again and again
         "places",  # A9: all downloads and streams that it can hold, with keys of its own
     ],
@@ -106,7 +109,7 @@ def test_what_a_stranger_does_moves_nobody_and_stops_nobody(
 ) -> None:
     swarm = swarm_of_three(start_swarm)
     honest = rounds_in(swarm, HONEST_S)
-    members = {peer.peer_id for peer in swarm.peers}
+    members, held_mb = {peer.peer_id for peer in swarm.peers}, swarm.bootstrap_mb()
     with attacked(swarm, kind) as attack:
         began = time.monotonic()
         under_attack = rounds_in(swarm, HONEST_S)
@@ -115,11 +118,13 @@ def test_what_a_stranger_does_moves_nobody_and_stops_nobody(
         swarm.wait_for_rounds(2, 90, of=[joiner])
         members.add(joiner.peer_id)
         joined_s = time.monotonic() - began - HONEST_S
+        more_mb = swarm.bootstrap_mb() - held_mb
     print(
         f"{kind}, {times} times: {honest} rounds in {HONEST_S:.0f} s, {under_attack} under attack; "
-        f"a joiner had two rounds after {joined_s:.0f} s"
+        f"a joiner had two rounds after {joined_s:.0f} s; the bootstrap has {more_mb:.0f} MB more"
     )
     assert under_attack >= LEAST_SHARE * honest
+    assert more_mb < MOST_MORE_MB
     strangers = [
         record.round for record in taken(swarm) if {m.peer for m in record.members} - members
     ]

@@ -187,7 +187,7 @@ def _run(swarm: ProcessSwarm, chaos: Chaos, seconds: float) -> list[str]:
     for stage in STAGES:
         chaos.add_peer(stage)
     swarm.wait(lambda: all(map(_rounds, swarm.peers)), 2 * START_LIMIT_S, "all have a round")
-    before, processes = _bootstrap_mb(swarm), len(family(f"{swarm.tag}.bootstrap"))
+    before, processes = swarm.bootstrap_mb(), len(family(f"{swarm.tag}.bootstrap"))
     chaos.run(seconds)
     wanted = {peer.name: _rounds(peer) + LAST_ROUNDS for peer in chaos.present}
 
@@ -204,7 +204,7 @@ def _run(swarm: ProcessSwarm, chaos: Chaos, seconds: float) -> list[str]:
         START_LIMIT_S,
         "the bootstrap is up",
     )
-    after = _bootstrap_mb(swarm)
+    after = swarm.bootstrap_mb()
     rounds = {stage: len(swarm.chain(stage)) for stage in (0, 1)}
     voids = sum(len(peer.of_kind("void")) for peer in swarm.peers)
     chaos.tell(
@@ -226,14 +226,6 @@ def _skew_s(number: int) -> float:
 
 def _rounds(peer: Peer) -> int:
     return len(peer.rounds)
-
-
-def _bootstrap_mb(swarm: ProcessSwarm) -> float:
-    total = 0.0
-    for process in family(f"{swarm.tag}.bootstrap"):
-        lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
-        total += sum(int(line.split()[1]) for line in lines if line.startswith("Private")) / 1e3
-    return total
 
 
 def _longest_stall_s(swarm: ProcessSwarm) -> float:

@@ -265,16 +265,33 @@ class ProcessSwarm:
         tag = f"{self.tag}.bootstrap"
         self.wait(lambda: not family(tag), GONE_LIMIT_S, "nothing runs of the bootstrap")
 
-    def restart_bootstrap(self, *options: str) -> None:
-        """Start a killed bootstrap again, with the same state folder and address."""
+    def restart_bootstrap(self, *options: str, skew_s: float = 0.0) -> None:
+        """Start a killed bootstrap again, with the same state folder and address. skew_s: how far
+        its machine's clock is ahead now.
+        """
         port = int(self._own_invite.partition("/tcp/")[2].partition("/")[0])
-        self._bootstrap = self._start_bootstrap(port, *options)
+        self._bootstrap = self._start_bootstrap(port, *options, skew_s=skew_s)
         self._bootstrap_expected = True
 
-    def _start_bootstrap(self, port: int, *options: str) -> Child:
+    def wait_for_bootstrap(self) -> None:
+        """Wait until it tells the invite."""
+        log = self._bootstrap.log
+        self.wait(
+            lambda: "dilocox peer dilocox:" in log.read_text(errors="replace"),
+            START_LIMIT_S,
+            "the bootstrap is up",
+        )
+
+    def bootstrap_mb(self) -> float:
+        """The memory that belongs to its processes alone."""
+        return sum(process.private_mb for process in family(f"{self.tag}.bootstrap"))
+
+    def _start_bootstrap(self, port: int, *options: str, skew_s: float = 0.0) -> Child:
         run_file, self._starts = self.folder / "run.yaml", self._starts + 1
         arguments = ["bootstrap", str(run_file), "--port", str(port), *options]
-        return self._launch(arguments, "bootstrap", self.folder / f"bootstrap-{self._starts}.log")
+        log = self.folder / f"bootstrap-{self._starts}.log"
+        skewed = (str(ALTERED), json.dumps(["skewed", 0.0, skew_s]))
+        return self._launch(arguments, "bootstrap", log, skewed if skew_s else ())
 
     def host(self, peer: Peer) -> int:
         """Which of the `links` leads to it."""

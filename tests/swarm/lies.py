@@ -26,7 +26,7 @@ from dilocox.dht.admission import Admission
 from dilocox.dht.identity import Identity
 from dilocox.dht.parent_death import dying_with_parent
 from dilocox.dht.rpc import REFUSED
-from dilocox.dht.wire import pack
+from dilocox.dht.wire import pack as packed
 from dilocox.peer.averaging import averager
 from dilocox.peer.averaging.averager import StageAverager
 from dilocox.peer.averaging.matchmaking import PlanKeys
@@ -39,6 +39,7 @@ from tests.swarm.altered import LEFT
 logger = logging.getLogger(__name__)
 
 GHOSTS, SHORT_BYTES = 20, 8  # as a ticket names peers that it does not know
+HEAVY = 100
 CROWD = 6  # fresh keys, more than a group of the others has members
 AGAIN_S = 0.3
 
@@ -58,6 +59,21 @@ def sends() -> None:
         return _encode(codec, -10.0 * values)
 
     exchange.encode = send
+
+
+def weighs() -> None:
+    """The opposite of what was learnt, with a hundred times the tokens behind it."""
+
+    def send(codec: GroupCodec, values: Any) -> bytes:
+        return _encode(codec, -values)
+
+    def pack(self: Ticket, last: Collection[str]) -> list[object]:
+        facts = _pack(self, last)
+        facts[1] = HEAVY * self.tokens
+        return facts
+
+    exchange.encode = send
+    Ticket.pack = pack
 
 
 def reduces() -> None:
@@ -287,7 +303,7 @@ def fills() -> None:
             return
         nothing, mode, ticket = loads(matchmaking.step_control.data_for_gather)
         data, _ = loads(ticket)
-        signature = fresh.sign(pack([TICKET_DOMAIN, mode, data]))
+        signature = fresh.sign(packed([TICKET_DOMAIN, mode, data]))
         request = averaging_pb2.JoinRequest(
             schema_hash=matchmaking.schema_hash,
             group_key=matchmaking.group_key_manager.current_key,
@@ -314,6 +330,7 @@ def intrudes() -> None:
 
 LIES: dict[str, Callable[[], None]] = {
     "sends": sends,
+    "weighs": weighs,
     "reduces": reduces,
     "splits": splits,
     "withholds": withholds,

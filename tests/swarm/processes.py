@@ -34,6 +34,15 @@ class Process:
             return 0
         return int(lines[1].removeprefix("wchar:"))
 
+    @property
+    def private_mb(self) -> float:
+        """The memory that belongs to it alone; 0 if it is gone."""
+        try:
+            lines = Path(f"/proc/{self.pid}/smaps_rollup").read_text().splitlines()
+        except OSError:
+            return 0.0
+        return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1e3
+
 
 def family(tag: str) -> list[Process]:
     """The running processes whose tag is this one, or goes on with a dot; zombies do not count.

@@ -180,15 +180,16 @@ def dial_fault(address: str) -> str | None:
 
 
 def on_local_network(bootstraps: Sequence[str]) -> bool:
-    """Whether a bootstrap of these is at an address that the internet does not route, so that the
-    run's other peers may be at such, too. One whose name nobody knows now says nothing.
+    """Whether all bootstraps are at addresses that the internet does not route, so that the run's
+    other peers may be at such, too. One whose name nobody knows now says nothing; one that is at a
+    public address as well has volunteers whose home networks are none of the run's.
     """
+    routed = set[bool]()
     for address in bootstraps:
         with contextlib.suppress(OSError, UnicodeError):
             _, _, _, _, target = _resolve(bootstrap_address(address))
-            if not ipaddress.ip_address(target[0]).is_global:
-                return True
-    return False
+            routed.add(ipaddress.ip_address(target[0]).is_global)
+    return routed == {False}
 
 
 def _resolve(parts: TcpAddress) -> tuple[Any, Any, int, str, Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import math
 import random
@@ -28,15 +29,31 @@ from typing import Any
 import msgpack
 from google.protobuf.descriptor import FieldDescriptor
 from hivemind.p2p import P2P, PeerID, ServicerBase
+from hivemind.proto import dht_pb2
 
-from dilocox.dht.identity import Identity
+from dilocox.dht.identity import Identity, peer_id_bytes_of
 from dilocox.dht.invite import Invite
 from dilocox.dht.join import Joined, join_run
 from dilocox.dht.protocol import RunProtocol
 from dilocox.dht.reachability import Probe
-from dilocox.dht.records import StageRecord, averaging_prefix, stage_key
+from dilocox.dht.records import (
+    MAX_RECORD_BYTES,
+    ClaimRecord,
+    PartRecord,
+    Record,
+    StageRecord,
+    averaging_prefix,
+    bell_key,
+    claim_key,
+    key_id,
+    part_key,
+    replica_key,
+    stage_key,
+)
+from dilocox.dht.wire import seal
 from dilocox.peer.averaging.averager import StageAverager
 from dilocox.peer.chain.archive_keeper import ArchiveService
+from tests.pipeline.swarms import bell_record, replica_record, stage_record
 
 AT_ONCE = 256
 LIMIT_S = 3.0  # for one of them
@@ -44,6 +61,7 @@ TOLD_EVERY_S = 5.0
 MAX_FRAMES = 4  # that are read of an answer
 MAX_BYTES = 1 << 16
 ENDLESS = 0.01  # of the streams
+SIGNED, SIGNERS = 0.5, 40  # of what is to be stored; the keys that sign it
 
 ASKED = ("group", "part", "bytes", "kind", "what", "digest", "header", "offset", "sha256")
 NAMES = (*ASKED, "round", "attempt", "votes", "contributors", "addresses", "seen", "seconds")
@@ -55,6 +73,8 @@ WORDS = (
     "certificate",
     "state",
     "digests",
+    "history",
+    "tokenizer",
     "",
     "/ip4/1.2.3.4/tcp/1",
 )
@@ -72,6 +92,10 @@ class Odd:
 
     def chance(self, of: float) -> bool:
         return self._draw.random() < of
+
+    def some(self, names: list[Any]) -> list[Any]:
+        """None, one or few of them."""
+        return self._draw.sample(names, self._draw.randrange(3))
 
     def blob(self) -> bytes:
         """Bytes of a length between nothing and `MAX_BYTES`, most of them few."""
@@ -139,6 +163,58 @@ class Odd:
         return self.one_of(NUMBERS)
 
 
+class SignedRecords:
+    """Records of fresh keys with odd values in some fields: their form and signatures are right, so
+    that what comes through a node's checks is read by peers.
+    """
+
+    def __init__(self, place: Joined, folder: Path, odd: Odd):
+        self._run, self._clock, self._odd = place.run, place.clock, odd
+        self._keys = [Identity.load_or_create(folder / f"signer-{n}.key") for n in range(SIGNERS)]
+        self._sequence = 0
+
+    def store(self) -> dht_pb2.StoreRequest:
+        """What stores one of them."""
+        odd, signer = self._odd, self._odd.one_of(self._keys)
+        key, record = self._record(signer.peer_id)
+        facts: dict[object, object] = dataclasses.asdict(record)
+        for name in odd.some(list(facts)):
+            facts[name] = odd.value()
+        self._sequence += 1
+        expires_at = self._clock.time() + odd.one_of((5.0, 30.0, 120.0))
+        sealed = seal(
+            signer,
+            key=key,
+            sequence=self._sequence,
+            expires_at=expires_at,
+            payload=bytes(msgpack.packb(facts) or b"")[: 16 * MAX_RECORD_BYTES],
+        )
+        return dht_pb2.StoreRequest(
+            keys=[key_id(key)],
+            subkeys=[bytes(msgpack.packb(peer_id_bytes_of(signer.public_key)) or b"")],
+            values=[bytes(msgpack.packb(sealed) or b"")],
+            expiration_time=[expires_at],
+            in_cache=[False],
+        )
+
+    def _record(self, me: str) -> tuple[str, Record]:
+        now, number = self._clock.time(), self._odd.one_of(range(100))
+        return self._odd.one_of(
+            (
+                (stage_key(self._run, 0), stage_record("training", round=number, replica=me)),
+                (replica_key(self._run), replica_record(me, round=number)),
+                (bell_key(self._run, number), bell_record(now, round=number)),
+                (part_key(self._run, number), PartRecord(part=number, position=0)),
+                (
+                    claim_key(self._run, 0),
+                    ClaimRecord(
+                        round=number, digest="ab" * 32, tokens=1, chain_tokens=1, record_bytes=9
+                    ),
+                ),
+            )
+        )
+
+
 @dataclass(frozen=True)
 class Raw:
     """Bytes in the place of a protobuf message."""
@@ -190,10 +266,10 @@ def targets_of(place: Joined) -> list[Target]:
 class Flood:
     """Sends, and counts what comes back by call."""
 
-    def __init__(self, p2p: P2P, targets: list[Target], odd: Odd):
+    def __init__(self, p2p: P2P, targets: list[Target], odd: Odd, signed: SignedRecords):
         self._p2p = p2p
         self._targets = targets
-        self._odd = odd
+        self._odd, self._signed = odd, signed
         self.sent = 0
         self.results = Counter[str]()
 
@@ -227,6 +303,8 @@ class Flood:
             return await self._endless(target)
 
         def message() -> Any:
+            if handler.method_name == "rpc_store" and odd.chance(SIGNED):
+                return self._signed.store()
             if odd.chance(0.2):
                 return Raw(odd.blob())
             return odd.fill(handler.request_type())
@@ -284,7 +362,7 @@ def _said(answer: Any) -> str:
     return "answer"
 
 
-async def flood(place: Joined, count: int, seed: int) -> None:
+async def flood(place: Joined, folder: Path, count: int, seed: int) -> None:
     """Send so many; a line now and then, the last one says that it is done."""
 
     def tell(flood: Flood, *, done: bool = False) -> None:
@@ -293,7 +371,8 @@ async def flood(place: Joined, count: int, seed: int) -> None:
 
     targets = await asyncio.to_thread(targets_of, place)
     p2p = await place.dht.replicate_p2p()
-    flood = Flood(p2p, targets, Odd(seed))
+    odd = Odd(seed)
+    flood = Flood(p2p, targets, odd, SignedRecords(place, folder, odd))
     await flood.send(count, tell)
     tell(flood, done=True)
 
@@ -303,7 +382,7 @@ def main() -> None:
     folder.mkdir(exist_ok=True)
     identity = Identity.load_or_create(folder / "0.key")
     with join_run(invite, identity, listen=["/ip4/127.0.0.1/tcp/0"]) as place:
-        asyncio.run(flood(place, int(sys.argv[3]), int(sys.argv[4])))
+        asyncio.run(flood(place, folder, int(sys.argv[3]), int(sys.argv[4])))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ PUBLIC, HOME = "/ip4/8.8.8.8/tcp/31337", "/ip4/192.168.1.5/tcp/31337"
         (("/ip6/2001:4860:4860::8888/tcp/31337",), False),
         (("/ip6/fd00::1/tcp/31337",), True),
         (("/dns4/localhost/tcp/31337",), True),
-        ((PUBLIC, HOME), True),  # the operator's own line names both
+        ((HOME, "/ip4/127.0.0.1/tcp/31337"), True),
+        ((PUBLIC, HOME), False),  # as a host in the internet that has a network of its own says
         ((), False),
     ],
 )

@@ -407,6 +407,18 @@ def test_one_measurement_at_a_time_and_none_while_a_peer_needs_its_link(run: Run
     run(scene)
 
 
+def test_a_link_is_measured_for_nobody_who_is_not_admitted(run: Run) -> None:
+    async def scene(peers: list[P2P]) -> None:
+        admitted = {str(peers[1].peer_id)}
+        await serve(peers[0], admits=lambda peer: peer in admitted)
+        await measure_bandwidth(peers[1], peers[0].peer_id, limit_s=6.0)
+        admitted.clear()
+        with pytest.raises(ConnectionError, match="takes only peers that are admitted"):
+            await measure_bandwidth(peers[1], peers[0].peer_id, limit_s=6.0)
+
+    run(scene)
+
+
 def test_the_time_that_a_peer_tells(run: Run) -> None:
     async def scene(peers: list[P2P]) -> None:
         await serve(peers[0], now=lambda: 1234.5)

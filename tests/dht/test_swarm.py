@@ -2,6 +2,7 @@
 
 import tracemalloc
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ from dilocox.dht.clock import RunClock
 from dilocox.dht.errors import EnvironmentFault, InvalidInput, UnknownRun
 from dilocox.dht.identity import Identity, peer_id_bytes_of
 from dilocox.dht.manifest import Manifest, SignedManifest
+from dilocox.dht.manifest_revisions import admitting
 from dilocox.dht.node import NoAnswer, RunDHT, StoredValue
 from dilocox.dht.protocol import Entry
 from dilocox.dht.records import (
@@ -100,6 +102,24 @@ Member = Callable[[Identity], Swarm]
 
 def at(position: int) -> PartRecord:
     return PartRecord(part=0, position=position)
+
+
+def test_in_a_listed_run_only_those_on_the_list_are_heard(
+    member: Member, identities: list[Identity], run: str
+) -> None:
+    reader, friend, stranger = (member(each) for each in identities[:3])
+    operator, friends, _ = (each.peer_id for each in identities[:3])
+    listed = replace(
+        Manifest.from_dict({"name": "run", "model": "tiny", "end_tokens": 1000}), admission="listed"
+    )
+    reader.admit_by(admitting(listed, {friends: 1}, 0), operator)
+    for swarm in (friend, stranger):
+        swarm.publish(part_key(run, 0), at(7), 15)
+    assert reader.read(part_key(run, 0), PartRecord) == {friends: at(7)}
+    assert reader.refused["admission"] == 1
+    assert reader.admission is not None
+    reader.admission.take(listed)  # who was on the list is no longer
+    assert reader.read(part_key(run, 0), PartRecord) == {}
 
 
 def test_many_records_are_published_in_one_store(

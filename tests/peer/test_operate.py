@@ -28,10 +28,13 @@ from dilocox.peer.chain.store import Store
 from dilocox.peer.commands import operate
 from dilocox.peer.commands.operate import checked_manifest
 from dilocox.peer.options import (
+    AdmitOptions,
+    AdmittedOptions,
     EndRunOptions,
     PauseRunOptions,
     ResumeRunOptions,
     ReviseOptions,
+    RevokeOptions,
     RollbackOptions,
     RotateOptions,
     StateOptions,
@@ -254,6 +257,33 @@ def test_a_folder_without_the_operators_key_is_refused_by_name(
     with pytest.raises(InvalidInput, match="name the operator's key with --key"):
         operate.set_state(PauseRunOptions(state=folder.path))
     assert not (folder.path / "identity.key").exists(), "and none was made"
+
+
+def test_who_is_admitted_stands_in_the_list_until_a_day_or_until_revoked(
+    folder: Folder, identities: list[Identity], capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = (each.peer_id for each in identities[1:3])
+
+    def until(days: int) -> str:
+        return time.strftime("%Y-%m-%d", time.gmtime(time.time() + (days + 1) * 86400))
+
+    both = AdmitOptions(state=folder.path, peers=(one, other), days=2)
+    day = until(2)
+    assert operate.admit(both) == 0
+    said = capsys.readouterr().out
+    assert f"revision 1: {one} is admitted until {day}" in said
+    assert "the run is open: whoever has the invite takes part" in said
+    assert revised(folder, admission="listed") == 0
+    assert operate.rotate(RotateOptions(state=folder.path)) == 0
+    assert operate.admit(AdmitOptions(state=folder.path, peers=(one,), days=30)) == 0
+    assert "the run is open" not in capsys.readouterr().out.partition("operator's key is")[2]
+
+    assert operate.revoke(RevokeOptions(state=folder.path, peers=(other,))) == 0
+    assert f"{other} is not admitted any more" in capsys.readouterr().out
+    assert operate.show_admitted(AdmittedOptions(state=folder.path)) == 0
+    assert capsys.readouterr().out.splitlines() == [f"{one} until {until(30)}", "admission: listed"]
+    with pytest.raises(InvalidInput, match=other):
+        operate.revoke(RevokeOptions(state=folder.path, peers=(other,)))
 
 
 def test_a_new_key_signs_what_follows_and_the_former_one_nothing(

@@ -18,6 +18,7 @@ from dilocox.dht.rpc import (
     CHUNK_BYTES,
     REFUSALS,
     STALL_S,
+    CallRefused,
     Client,
     Counts,
     PeerBusy,
@@ -75,6 +76,25 @@ def test_who_is_not_admitted_gets_what_is_short(service: PeerService) -> None:
             assert await bytes_for("stranger", **want) is None
         assert service.refused.read()["admission"] == 3
         assert await bytes_for("stranger", what="certificate") == len(b"votes")
+
+    asyncio.run(go())
+
+
+def test_who_is_not_admitted_is_in_no_exchange(service: PeerService) -> None:
+    admits: Any = SimpleNamespace(admits=lambda peer: peer != "stranger")
+    service.local = local_peer(swarm=admits)
+    question = {"group": b"g", "round": 0, "attempt": 0}
+
+    async def asked(call: str, peer: str) -> object:
+        answer = getattr(service, call)(pack(question), SimpleNamespace(remote_id=peer))
+        return await (anext(answer) if call == "rpc_watch" else answer)
+
+    async def go() -> None:
+        await asked("rpc_watch", "member")
+        for call in ("rpc_vote", "rpc_ask", "rpc_watch"):
+            with pytest.raises(CallRefused, match="only peers that are admitted"):
+                await asked(call, "stranger")
+        assert service.refused.read()["admission"] == 3
 
     asyncio.run(go())
 

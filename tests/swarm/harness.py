@@ -27,7 +27,7 @@ import yaml
 
 from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import StageCodec
-from dilocox.dht.identity import Identity
+from dilocox.dht.identity import PUBLIC_KEY_BYTES, SEED_BYTES, Identity
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.chain.store import RoundLog
 from dilocox.peer.commands.demo import WatchedPeer
@@ -542,6 +542,8 @@ class ProcessSwarm:
         codes = {peer.name: peer.child.returncode for peer in self.peers if peer.expected}
         shutil.rmtree(self._temporary, ignore_errors=True)
         assert not left, f"left behind: {left}"
+        told = self._logs_with_keys()
+        assert not told, f"a secret key is in {told}"
         assert not any(codes.values()), f"exit codes {codes}"
 
     def _left(self) -> list[str]:
@@ -550,6 +552,13 @@ class ProcessSwarm:
         others = {*self._temporary.glob("torchinductor_*"), *self._temporary.glob(f"{LEFT}*")}
         files = [str(path) for path in self._temporary.iterdir() if path not in others]
         return processes + files + shared_memory(self._pids, self._before)
+
+    def _logs_with_keys(self) -> list[str]:
+        keys = [path.read_bytes() for path in self.folder.glob("*/identity.key")]
+        seeds = [key[-SEED_BYTES - PUBLIC_KEY_BYTES : -PUBLIC_KEY_BYTES] for key in keys]
+        forms = [form for seed in seeds for form in (seed.hex(), repr(seed)[2:-1])]
+        logs = {log: log.read_text(errors="replace") for log in self.folder.glob("*.log")}
+        return [log.name for log, text in logs.items() if any(form in text for form in forms)]
 
     def tails(self, lines: int = 100) -> str:
         """The ends of all logs, for a test that failed."""

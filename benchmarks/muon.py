@@ -7,7 +7,7 @@ Model, text and rules are convergence.py's, and nothing is tuned anew but where 
 that of synchronous AdamW, with more workers, longer rounds, a wider model, more rounds. Part
 `overlap`: in the first world, 2 bits with one setting changed at a time. Part `replicas`: outer
 steps, which MuLoCo (without overlap) lets grow with the replicas: 0.7/0.6 at one, 0.9/0.8 at eight,
-1.0/0.9 at sixteen; each of them for synchronous Muon, too. Part `ways`: averages that the product
+1.0/0.9 at sixteen; each of them for synchronous Muon and 4 bits, too. Part `ways`: averages that the product
 does not have (trial_averages.py), with fewer bits, a length of its own, or another momentum.
 
 Muon's losses are chaotic: of one seed they end up to 1.5 % apart where it is computed beside other
@@ -52,7 +52,7 @@ WORLDS = {
     "16 workers": replace(HALF, workers=16, rounds=15),
     "rounds x 2": replace(WORLD, rounds=120),
 }
-OUTER = ((0.7, 0.3), (0.7, 0.6), (0.9, 0.5), (0.9, 0.8), (1.0, 0.9))
+OUTER = ((0.7, 0.6), (0.9, 0.5), (0.9, 0.8), (1.0, 0.9))
 QUICK = {"workers": 2, "rounds": 3, "held_out": 16}
 
 Rows = Mapping[str, Rule]
@@ -77,16 +77,16 @@ def overlap() -> Iterator[tuple[str, World, Rows]]:
 
 
 def replicas() -> Iterator[tuple[str, World, Rows]]:
-    """Outer steps by number of replicas: synchronous, and with two bits overlapped."""
+    """Outer steps by number of replicas: synchronous, and overlapped with four and two bits."""
     for name in ("8 workers", "16 workers"):
-        found = rules(WORLDS[name])
-        both = {each: found[each] for each in (MUON, MUON_TWO_BIT)}
+        found = rules(WORLDS[name]) | muon_rules(WORLDS[name])
+        alike = {each: found[each] for each in (MUON, MUON_FOUR_BIT, MUON_TWO_BIT)}
         outer = {
             f"{each}, {rate:g}/{momentum:g}": replace(rule, learning_rate=rate, momentum=momentum)
             for rate, momentum in OUTER
-            for each, rule in both.items()
+            for each, rule in alike.items()
         }
-        yield name, WORLDS[name], both | outer
+        yield name, WORLDS[name], alike | outer
 
 
 def ways() -> Iterator[tuple[str, World, Rows]]:

@@ -7,8 +7,9 @@ Model, text and rules are convergence.py's, and nothing is tuned anew but where 
 that of synchronous AdamW, with more workers, longer rounds, a wider model, more rounds. Part
 `overlap`: in the first world, 2 bits with one setting changed at a time. Part `replicas`: outer
 steps, which MuLoCo (without overlap) lets grow with the replicas: 0.7/0.6 at one, 0.9/0.8 at eight,
-1.0/0.9 at sixteen; each of them for synchronous Muon and 4 bits, too. Part `ways`: averages that the product
-does not have (trial_averages.py), with fewer bits, a length of its own, or another momentum.
+1.0/0.9 at sixteen; each of them for synchronous Muon and 4 bits, too. Part `ways`: averages that
+the product does not have (trial_averages.py), with fewer bits, a length of its own, or another
+momentum.
 
 Muon's losses are chaotic: of one seed they end up to 1.5 % apart where it is computed beside other
 rows. The mean of two seeds is good to about a percent. What is done is printed at once.

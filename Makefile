@@ -13,7 +13,7 @@ BENCH_ARGS ?=
 # More arguments for `make showcase`: --quick, --minutes 15, --out FOLDER.
 SHOWCASE_ARGS ?=
 # Processes of `make test`: more than two cores, since many tests wait for a limit of time.
-TEST_PROCESSES ?= 3
+TEST_PROCESSES ?= 4
 # Runs of `make chaos`, one a seed, from CHAOS_SEED on.
 CHAOS_SEED ?= 1
 CHAOS_SEEDS ?= 20
@@ -41,7 +41,7 @@ demo: install  ## train a small model with a real swarm on this machine (about 3
 showcase: install  ## an hour of a 10.9 million Llama on slow links, hurt on a schedule (root, Linux)
 	$(BIN)/python benchmarks/showcase.py $(SHOWCASE_ARGS)
 
-test: install  ## unit tests and one small swarm, in three processes (about 4 minutes)
+test: install  ## unit tests and one small swarm, in four processes (about 4 minutes)
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m '(not swarm or smoke) and not sweep' $(TEST_ARGS)
 
 test-sweeps: install  ## more cases of the unit tests: model families, seeds, moments of faults (about 3 minutes)

@@ -177,7 +177,7 @@ class SignedRecords:
         """What stores one of them."""
         odd, signer = self._odd, self._odd.one_of(self._keys)
         key, record = self._record(signer.peer_id)
-        facts: dict[object, object] = dataclasses.asdict(record)
+        facts = dataclasses.asdict(record)
         for name in odd.some(list(facts)):
             facts[name] = odd.value()
         self._sequence += 1

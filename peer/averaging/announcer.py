@@ -18,6 +18,9 @@ of the others. Other stages than one's own are looked at once in four intervals.
     interval (bytes heard when all announce once) / (two thirds of the budget), no shorter than the
              manifest's heartbeat, no longer than a record may live
 
+A key costs nothing, so a crowd of them must not slow down the others: no more peers of a stage
+count than twice as many as those that the newest record remembers, and a few.
+
 These are pure rules over numbers and the times that the caller gives.
 """
 
@@ -42,6 +45,7 @@ from dilocox.dht.records import (
     replica_key,
     stage_key,
 )
+from dilocox.dht.swarm import MAX_OWNERS
 from dilocox.dht.swarm_view import SwarmView, that_count
 from dilocox.dht.wire import Malformed
 from dilocox.peer.averaging.follower import ChainFollower
@@ -61,6 +65,8 @@ LIFETIMES = 3  # intervals that a record lives
 LONGEST_S = min(MAX_LIFETIME_S["stage"], MAX_LIFETIME_S["bell"]) / LIFETIMES
 LOOKS = 4  # at one's own stage, between two announcements of the others
 OTHERS_SHARE = 4  # intervals between two looks at other stages
+RENEWED_AT = 2 / 3  # of its lifetime, a record at the latest: the intervals may have grown since
+COUNTED_TIMES, COUNTED_MORE = 2, 4  # of a stage, the peers that its record remembers, and so many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +115,10 @@ class Cadence:
         self.look_at_others_s = OTHERS_SHARE * announce_s if stretched else self.look_s
         # a bell costs little where nobody is: a hundred announcements a second are enough
         self._one_in_s = max(once_bytes / ((1 - REGULAR_SHARE) * budget), 0.01)
+
+    def due(self, since_s: float, lived_s: float) -> bool:
+        """Whether it is time to announce all: so long ago it was done last, to live for so long."""
+        return since_s >= min(self.announce_s, RENEWED_AT * lived_s)
 
     def may_hurry(self, now_s: float) -> bool:
         """Whether enough was saved for an announcement before its time."""
@@ -261,17 +271,25 @@ class Announcer:
 
     def _reckon(self) -> None:
         """What it costs this peer when all that are in view announce once."""
-        view, stage = self.view, self._local.stage
+        view, stage, most = self.view, self._local.stage, self._most_counted()
         hosts = dict(view.stages) | {stage: view.stage}
-        sizes = {number: _bytes_of(records.values()) for number, records in hosts.items()}
-        claims = _bytes_of(view.claims.values())
-        run_claims = _bytes_of(view.run_claims.values()) if stage else 0
+        sizes = {number: _bytes_of(records.values(), most) for number, records in hosts.items()}
+        claims = _bytes_of(view.claims.values(), most)
+        run_claims = _bytes_of(view.run_claims.values(), most) if stage else 0
         heard = Heard(
-            peers=sum(map(len, hosts.values())),
-            own_bytes=sizes[stage] + claims + _bytes_of(view.replicas.values()),
+            peers=sum(min(len(records), most) for records in hosts.values()),
+            own_bytes=sizes[stage] + claims + _bytes_of(view.replicas.values(), most),
             other_bytes=sum(sizes.values()) - sizes[stage] + run_claims,
         )
         self.cadence.hear(heard)
+
+    def _most_counted(self) -> int:
+        """Peers of a stage; of other stages, too, whose records this peer does not keep."""
+        last = self._chain.last_record
+        if last is None:
+            return MAX_OWNERS
+        remembered = {each.peer for each in last.standings} & self.view.stage.keys()
+        return COUNTED_TIMES * len(remembered) + COUNTED_MORE
 
     def _credible(
         self, replicas: Mapping[str, ReplicaRecord], own_round: int
@@ -283,8 +301,8 @@ class Announcer:
         return credible
 
 
-def _bytes_of(records: Collection[Record]) -> int:
-    """What these records are in the DHT, all taken to be as long as the first."""
+def _bytes_of(records: Collection[Record], most: int) -> int:
+    """What so many of these records are in the DHT, all taken to be as long as the first."""
     first = next(iter(records), None)
     if first is None:
         return 0
@@ -292,7 +310,7 @@ def _bytes_of(records: Collection[Record]) -> int:
         size = len(first.encode())
     except Malformed:  # others may write numbers in fewer bytes than we do
         size = first.max_bytes
-    return len(records) * (size + ENVELOPE_BYTES)
+    return min(len(records), most) * (size + ENVELOPE_BYTES)
 
 
 def replica_record(round_number: int, own: LoopStatus, *, hear_s: float) -> ReplicaRecord | None:

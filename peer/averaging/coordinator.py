@@ -154,6 +154,7 @@ class Coordinator(threading.Thread):
         self._read_s = self._write_s = 0.0  # what such calls take
         self._ring_now = self._hurry = False
         self._published_at = self._followed_at = float("-inf")
+        self._published_for_s = 0.0  # that what was announced last lives
         self._heard_at = self._saw_all_at = float("-inf")
         self._paused_at = float("inf")
         self._stood_still_since: float | None = None
@@ -532,7 +533,7 @@ class Coordinator(threading.Thread):
         if self._writing is not None:
             return
         cadence = self._announcer.cadence
-        if now - self._published_at >= cadence.announce_s:
+        if cadence.due(now - self._published_at, self._published_for_s):
             self._announce_all()
         elif self._hurry and cadence.may_hurry(now):
             cadence.hurried(now)
@@ -545,6 +546,7 @@ class Coordinator(threading.Thread):
 
     def _announce_all(self) -> None:
         self._published_at = self._clock.monotonic()
+        self._published_for_s = self._announcer.cadence.lifetime_s
         self._ring_now = self._hurry = False
         status, announcer, present = self.status, self._announcer, self._takes_part
         trains = "training" if status.head else "spare"
@@ -572,7 +574,7 @@ class Coordinator(threading.Thread):
     def _write(self, records: dict[str, Record], lease: PartLease | None) -> float:
         """In the writer's thread; seconds that the DHT took."""
         began = self._clock.monotonic()
-        stored = self._local.swarm.publish_many(records, self._announcer.cadence.lifetime_s)
+        stored = self._local.swarm.publish_many(records, self._published_for_s)
         seconds = self._clock.monotonic() - began
         if lease is not None:
             lease.published(stored)

@@ -157,11 +157,12 @@ def test_who_joins_and_who_exports_takes_no_weights_of_a_stranger(start_swarm: S
     swarm.assert_equal_chains()
 
 
+@pytest.mark.parametrize("kind", ["hosts", "crowds"])
 def test_a_run_begins_though_strangers_say_that_they_train_and_come_to_no_group(
-    start_swarm: StartSwarm,
+    start_swarm: StartSwarm, kind: str
 ) -> None:
     swarm = start_swarm(rounds=fixed_steps(INNER_STEPS))
-    with attacked(swarm, "hosts"):
+    with attacked(swarm, kind):
         for _ in range(3):
             swarm.add_peer(step_s=STEP_S)
         swarm.wait_for_rounds(3, 120)

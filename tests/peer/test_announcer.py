@@ -140,6 +140,25 @@ def test_in_a_large_one_other_stages_are_read_more_rarely_than_ones_own() -> Non
     assert looking.cadence.lifetime_s > 100.0
 
 
+def test_a_crowd_of_keys_that_no_record_remembers_slows_nobody() -> None:
+    known = ("0", "4", "8")  # of stage 0
+    last = SimpleNamespace(standings=[SimpleNamespace(peer=peer) for peer in known])
+    quiet, busy = crowd(12, 4), crowd(12, 4)
+    for number in range(2700):
+        for stage in range(4):
+            busy.records[stage_key(RUN, stage)][f"new-{number}"] = stage_record()
+            busy.records[claim_key(RUN, stage)][f"new-{number}"] = claim(4)
+        busy.records[replica_key(RUN)][f"new-{number}"] = replica()
+    intervals: list[float] = []
+    for dht in (quiet, busy):
+        looking = announcer(dht, 0, 4, TestClock())
+        looking._chain = cast("ChainFollower", SimpleNamespace(head=CHAIN.head, last_record=last))
+        look(looking, [5])
+        intervals.append(looking.cadence.announce_s)
+    # as if there were twice as many, and a few
+    assert intervals[1] < 5 * intervals[0]
+
+
 def test_who_waits_for_a_record_and_who_sees_nobody_looks_with_every_heartbeat() -> None:
     dht, clock = crowd(400, 4), TestClock()
     looking = announcer(dht, 1, 4, clock)

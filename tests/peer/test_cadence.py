@@ -87,3 +87,13 @@ def test_a_bell_costs_its_share_and_is_never_refused() -> None:
         made.hurried(0.0, share=0.2)
     assert not made.may_hurry(100.0)  # it is paid back first
     assert made.may_hurry(1e5)
+
+
+def test_what_was_announced_is_renewed_before_it_ends_though_the_interval_grew() -> None:
+    made = cadence(3, stages=1)
+    lives_s = made.lifetime_s
+    assert not made.due(made.announce_s - 1.0, lives_s) and made.due(made.announce_s, lives_s)
+    made.hear(heard(400, 1))
+    assert made.announce_s > lives_s
+    assert not made.due(0.5 * lives_s, lives_s) and made.due(0.8 * lives_s, lives_s)
+    assert not made.due(0.8 * lives_s, made.lifetime_s)

@@ -181,8 +181,8 @@ def dial_fault(address: str) -> str | None:
 
 def on_local_network(bootstraps: Sequence[str]) -> bool:
     """Whether all bootstraps are at addresses that the internet does not route, so that the run's
-    other peers may be at such, too. One whose name nobody knows now says nothing; one that is at a
-    public address as well has volunteers whose home networks are none of the run's.
+    other peers may be at such, too. One whose name nobody knows now says nothing. Where any is at
+    a public address volunteers come by the internet, and their home networks are none of the run's.
     """
     routed = set[bool]()
     for address in bootstraps:

@@ -57,6 +57,7 @@ def bootstrap_node(
         clock=clock,
         alone=keeper.known,
         leads_time=keeper.own,
+        keeps_all=True,
     )
     try:
         swarm = Swarm(dht, run, identity, clock)

@@ -1,11 +1,15 @@
 """Which nodes keep the values under a key, and what they are told and asked. Apart from node.py: it
 is Kademlia's walk alone.
 
-The nodes nearest to a key keep what is under it. They change only where nodes come and go near it,
-so they are searched for every ten minutes and not with every call. A value goes to all of them; a
-question goes to one of them at random, another one each time, and says what is known already: what
-one of them missed is heard from the next.
+The nodes nearest to a key keep what is under it, and the run's bootstraps. The former change only
+where nodes come and go near it, so they are searched for every ten minutes and not with every call.
+A value goes to all of them; a question goes to one of them at random, another one each time, and
+says what is known already: what one of them missed is heard from the next. Every other question
+goes to a bootstrap: whoever draws keys until five are next to one of the swarm's is all that is
+nearest to it, and could keep peers from each other by silence.
 """
+
+from __future__ import annotations
 
 import asyncio
 import contextlib
@@ -19,7 +23,14 @@ from hivemind.dht.node import DHTNode
 from hivemind.dht.routing import DHTID
 from hivemind.p2p import PeerID
 
-from dilocox.dht.protocol import MAX_KEYS, NEAREST, Entry, RunProtocol, entries_of
+from dilocox.dht.protocol import (
+    MAX_KEYS,
+    NEAREST,
+    Entry,
+    RunProtocol,
+    entries_of,
+    node_id_of,
+)
 
 SEARCH_AGAIN_S = 600.0
 MAX_HOPS = 8  # of a search; each halves the distance to the key at least
@@ -30,8 +41,13 @@ MAX_REMEMBERED = 256  # keys
 class Keepers:
     """The keepers of keys as one node knows them. Belongs to the node's event loop."""
 
-    def __init__(self, node: DHTNode):
+    def __init__(self, node: DHTNode, bootstraps: Collection[str], *, keeps_all: bool = False):
+        """keeps_all: this node is a bootstrap itself."""
         self._node = node
+        peers = [PeerID.from_base58(peer) for peer in bootstraps]
+        self._bootstraps = {node_id_of(peer.to_bytes()): peer for peer in peers}
+        self._always = self._bootstraps | ({node.node_id: node.peer_id} if keeps_all else {})
+        self._bootstrap_next = False
         self._nodes: dict[DHTID, dict[DHTID, PeerID]] = {}
         self._searched_at: dict[DHTID, float] = {}
 
@@ -58,7 +74,20 @@ class Keepers:
             await asyncio.wait_for(self._ask(heard, thorough=thorough), timeout_s)
         return heard.by_key()
 
-    async def _ask(self, heard: "_Heard", *, thorough: bool) -> None:
+    async def everything(self, key: DHTID, *, timeout_s: float) -> list[Entry]:
+        """All values under a key, of all keepers at once: for what is little and cannot wait."""
+        heard = _Heard({key: ()})
+        heard.add(key, self._own(key))
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._ask_all(key, heard), timeout_s)
+        return heard.by_key()[key]
+
+    async def _ask_all(self, key: DHTID, heard: _Heard) -> None:
+        nodes = (await self._of([key]))[key]
+        peers = [peer for node, peer in nodes.items() if node != self._node.node_id]
+        await asyncio.gather(*(self._hear(peer, [key], heard) for peer in peers))
+
+    async def _ask(self, heard: _Heard, *, thorough: bool) -> None:
         todo = {key: dict(nodes) for key, nodes in (await self._of(heard.marks)).items()}
         for key, nodes in todo.items():
             # also the first node of a swarm, which may only dial out, knows what there is; beside
@@ -67,25 +96,35 @@ class Keepers:
             if not nodes:
                 heard.add(key, self._own(key))
         left = {key for key in todo if thorough or not heard.answered(key)}
+        self._bootstrap_next = not self._bootstrap_next
+        first = self._bootstraps.keys() if self._bootstrap_next else set[DHTID]()
         while left := {key for key in left if todo[key]}:
-            asked = _one_of_each({key: todo[key] for key in left})
-            calls = [
-                self._protocol.call_news(peer, {key: heard.marks[key] for key in keys})
-                for peer, keys in asked.items()
-            ]
-            answers = await asyncio.gather(*calls)
-            for (peer, keys), answer in zip(asked.items(), answers, strict=True):
+            asked = _one_of_each({key: todo[key] for key in left}, first)
+            calls = [self._hear(peer, keys, heard) for peer, keys in asked.items()]
+            for (peer, keys), answered in zip(
+                asked.items(), await asyncio.gather(*calls), strict=True
+            ):
                 for key in keys:
                     todo[key] = {node: at for node, at in todo[key].items() if at != peer}
-                if answer is None:
-                    self._forget(keys)
-                    self._node.blacklist.register_failure(peer)
-                    continue
-                self._node.blacklist.register_success(peer)
-                for key, told in answer.items():
-                    heard.add(key, self._own(key))
-                    heard.add(key, told)
-                left -= set() if thorough else set(keys)
+                left -= set(keys) if answered and not thorough else set()
+
+    async def _hear(self, peer: PeerID, keys: Collection[DHTID], heard: _Heard) -> bool:
+        """Ask a keeper of these keys; whether it answered."""
+        answer = await self._protocol.call_news(peer, {key: heard.marks[key] for key in keys})
+        if answer is None:
+            self._miss(peer, keys)
+            self._node.blacklist.register_failure(peer)
+            return False
+        self._node.blacklist.register_success(peer)
+        for key, told in answer.items():
+            heard.add(key, self._own(key))
+            heard.add(key, told)
+        return True
+
+    def _miss(self, peer: PeerID, keys: Iterable[DHTID]) -> None:
+        """It gave no answer: search anew, but for a bootstrap, which no search finds."""
+        if peer not in self._bootstraps.values():
+            self._forget(keys)
 
     def _own(self, key: DHTID) -> list[Entry]:
         return entries_of(self._protocol.storage.get(key))
@@ -106,9 +145,10 @@ class Keepers:
             self._call_store(peer, {key: entries[key] for key in keys})
             for peer, keys in by_peer.items()
         ]
-        for keys, taken in zip(by_peer.values(), await asyncio.gather(*calls), strict=True):
+        answers = await asyncio.gather(*calls)
+        for (peer, keys), taken in zip(by_peer.items(), answers, strict=True):
             if taken is None:
-                self._forget(keys)
+                self._miss(peer, keys)
             else:
                 left -= {key for key, done in zip(keys, taken, strict=False) if done}
         return left
@@ -124,13 +164,14 @@ class Keepers:
 
     # ---- who keeps a key -------------------------------------------------------------------------
     async def _of(self, keys: Iterable[DHTID]) -> dict[DHTID, dict[DHTID, PeerID]]:
-        """The keepers of these keys, this node among them where it is one, nearest first."""
+        """The keepers of these keys, this node among them where it is one."""
         keys = list(keys)
         oldest = time.monotonic() - SEARCH_AGAIN_S
         late = [key for key in keys if self._searched_at.get(key, oldest) <= oldest]
         for start in range(0, len(late), MAX_KEYS):
             await self._search(late[start : start + MAX_KEYS])
-        return {key: self._nearest(key, self._known(key)) for key in keys}
+        always = {each: peer for each, peer in self._always.items() if self._may_answer(peer)}
+        return {key: self._nearest(key, self._known(key)) | always for key in keys}
 
     async def _search(self, keys: list[DHTID]) -> None:
         """Ask the nearest nodes known for nearer ones, until there are none."""
@@ -168,10 +209,13 @@ class Keepers:
 
     def _nearest(self, key: DHTID, nodes: Mapping[DHTID, PeerID]) -> dict[DHTID, PeerID]:
         own = self._node.node_id
-        answering = [each for each, peer in nodes.items() if peer not in self._node.blacklist]
+        answering = [each for each, peer in nodes.items() if self._may_answer(peer)]
         if all(each == own for each in answering):  # nobody answered: then it was our own line
             answering = list(nodes)
         return {each: nodes[each] for each in sorted(answering, key=key.xor_distance)[:NEAREST]}
+
+    def _may_answer(self, peer: PeerID) -> bool:
+        return peer not in self._node.blacklist
 
     def _forget(self, keys: Iterable[DHTID]) -> bool:
         """Search anew for the keepers of these keys; whether any had been searched for."""
@@ -209,13 +253,16 @@ class _Heard:
 
 
 def _one_of_each(
-    keepers: Mapping[DHTID, Mapping[DHTID, PeerID]],
+    keepers: Mapping[DHTID, Mapping[DHTID, PeerID]], first: Collection[DHTID]
 ) -> dict[PeerID, list[DHTID]]:
-    """A keeper at random for every key, and few of them: who is asked is asked for all it keeps."""
+    """A keeper at random for every key, one of the `first` where it is any, and few of them: who is
+    asked is asked for all it keeps.
+    """
     left: list[DHTID] = list(keepers)
     asked = dict[PeerID, list[DHTID]]()
     while left:
-        peer = random.choice(list(keepers[left[0]].values()))
+        nodes = keepers[left[0]]
+        peer = random.choice([nodes[each] for each in nodes if each in first] or [*nodes.values()])
         asked[peer] = [key for key in left if peer in keepers[key].values()][:MAX_KEYS]
         left = [key for key in left if key not in asked[peer]]
     return asked

@@ -30,6 +30,7 @@ from typing import Any
 from hivemind import DHT
 from hivemind.dht.node import DHTNode
 from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import PeerID
 from hivemind.utils import MPFuture
 
@@ -90,27 +91,6 @@ async def known_nodes(_dht: DHT, node: DHTNode) -> int:
     return len(node.protocol.routing_table.uid_to_peer_id)
 
 
-async def latest_values(
-    _dht: DHT, node: DHTNode, keys: tuple[str, ...], timeout_s: float
-) -> dict[str, Any]:
-    """The newest value under each key, None where nobody has one, in one search for all of them.
-
-    Keys whose search did not end in time are left out; a frozen node delays only those it is near.
-    """
-    searches: Any = await node.get_many(
-        keys, sufficient_expiration_time=float("inf"), return_futures=True
-    )
-    if searches:
-        await asyncio.wait(searches.values(), timeout=timeout_s)
-    found: dict[str, Any] = {}
-    for key, search in searches.items():
-        if search.done() and not search.cancelled() and search.exception() is None:
-            found[key] = None if search.result() is None else search.result().value
-        else:
-            search.cancel()
-    return found
-
-
 async def news(
     dht: RunDHT,
     _node: DHTNode,
@@ -137,6 +117,21 @@ async def store_values(
         return await asyncio.wait_for(dht.keepers.store(entries), timeout_s)
     except asyncio.TimeoutError:
         return False
+
+
+async def declare(dht: RunDHT, node: DHTNode, key: str, subkey: bytes, expires_at: float) -> bool:
+    """Say, signed by this node, that its peer looks for the group of a key."""
+    protocol: Any = node.protocol
+    key_id, looking = DHTID.generate(key), pack(True)
+    record = DHTRecord(key_id.to_bytes(), pack(subkey), looking, expires_at)
+    entry = Entry(subkey, protocol.record_validator.sign_value(record), expires_at)
+    return await dht.keepers.store({key_id: entry})
+
+
+async def declared(dht: RunDHT, _node: DHTNode, key: str) -> dict[bytes, float]:
+    """Who has said so under a key, in bytes of peer ids, and when that expires."""
+    found = await dht.keepers.everything(DHTID.generate(key), timeout_s=QUESTION_LIMIT_S)
+    return {each.subkey: each.expires_at for each in found if each.subkey}
 
 
 async def who_answers(
@@ -203,6 +198,7 @@ def open_dht(
     startup_s: float = 60.0,
     alone: bool = False,
     leads_time: bool = False,
+    keeps_all: bool = False,
     find_reach: FindReach | None = None,
     back: WayBack = NO_WAY_BACK,
 ) -> RunDHT:
@@ -210,6 +206,7 @@ def open_dht(
 
     `alone`: start although no bootstrap can be reached; they are tried again all the time.
     `leads_time`: the others follow this node's clock, not it theirs.
+    `keeps_all`: it is a bootstrap, and keeps what is under any key.
     `find_reach`: asks others whether they reach this node; where they do not it only dials out.
     `back`: peers to join by, and to ask the time, instead of the bootstraps.
     Call it before CUDA is touched. Raises `InvalidInput` for an address that is none,
@@ -242,6 +239,7 @@ def open_dht(
         client_mode=client_mode,
         find_reach=find_reach,
         leads_time=leads_time,
+        keeps_all=keeps_all,
         startup_s=max(1.0, deadline - time.monotonic()),
         local_network=back.local_network or on_local_network(bootstraps),
     )
@@ -316,7 +314,7 @@ class RunDHT(DHT):
     @functools.cached_property
     def keepers(self) -> Keepers:
         """In the child: who keeps which keys."""
-        return Keepers(self._node)
+        return Keepers(self._node, self.bootstraps, keeps_all=self._options.keeps_all)
 
     @property
     def p2pd_pid(self) -> int:
@@ -366,13 +364,6 @@ class RunDHT(DHT):
         """Whether child and p2pd live; when they have died, only a new node helps."""
         return not self._ended and self.is_alive()
 
-    def find_latest(self, keys: Collection[str], *, timeout_s: float) -> dict[str, object]:
-        """The newest plain value under each key, None where there is none; keys whose search did
-        not end in time are left out. Raises `NoAnswer`.
-        """
-        limit_s = ASKING_SHARE * timeout_s
-        return self._ask(latest_values, timeout_s, keys=tuple(keys), timeout_s=limit_s)
-
     def find_news(
         self, known: Mapping[str, Collection[bytes]], *, thorough: bool, timeout_s: float
     ) -> dict[str, list[Entry]]:
@@ -387,6 +378,15 @@ class RunDHT(DHT):
             thorough=thorough,
             timeout_s=ASKING_SHARE * timeout_s,
         )
+
+    def declare(self, key: str, subkey: bytes, expires_at: float) -> Any:
+        """A future for `declare`, of any process and event loop."""
+        asked = functools.partial(declare, key=key, subkey=subkey, expires_at=expires_at)
+        return self.run_coroutine(asked, return_future=True)
+
+    def declared(self, key: str) -> Any:
+        """Likewise for `declared`."""
+        return self.run_coroutine(functools.partial(declared, key=key), return_future=True)
 
     def put_many(self, values: Sequence[StoredValue], *, timeout_s: float) -> bool:
         """Store values, with one call to each node that keeps some of them; whether the DHT

@@ -58,7 +58,7 @@ class DaemonOptions:
     find_reach: asks others whether this node only dials out; None where that is known.
     leads_time: it takes the bootstraps' time once, when it starts: two that follow each other for
         good would drift away together.
-    local_network: see `on_local_network`.
+    keeps_all: whether it is a bootstrap (keepers.py). local_network: see `on_local_network`.
     """
 
     identity: Identity
@@ -70,6 +70,7 @@ class DaemonOptions:
     startup_s: float
     find_reach: FindReach | None = None
     leads_time: bool = False
+    keeps_all: bool = False
     local_network: bool = False
 
 

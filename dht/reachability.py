@@ -155,6 +155,7 @@ class Probe(ServicerBase):
         refuse: Callable[[str], object],
         busy: Callable[[], bool] = lambda: False,
         admits: Callable[[str], bool] = lambda peer: True,
+        knows: Callable[[str], bool] = lambda peer: False,
         bootstraps: Collection[str] | None = (),
         local_network: bool = False,
     ):
@@ -162,7 +163,8 @@ class Probe(ServicerBase):
 
         now: run time. refuse: counts what is refused, by reason. busy: whether this peer needs its
         link for itself, as in an exchange. admits: whether a peer takes part in the run, for which
-        alone a link is measured.
+        alone a link is measured. knows: whether a peer is known to take part, on whose word alone
+        it is said whether another one is reached, where any such is connected.
         bootstraps: peer ids on whose word others are dialled; None on a bootstrap itself.
         local_network: whether they may have any address dialled, none but public ones otherwise.
         """
@@ -171,6 +173,7 @@ class Probe(ServicerBase):
         self._refuse = refuse
         self._busy = busy
         self._admits = admits
+        self._knows = knows
         self._bootstraps = bootstraps
         self._local_network = local_network
         self._dial_backs = RequestLimit(CALLS_IN_A_WHILE, A_WHILE_S)
@@ -202,10 +205,11 @@ class Probe(ServicerBase):
                 raise CallRefused("too many at once", "busy")
             # who was reached before is not declared unreachable on the word of strangers
             alone = self._bootstraps is not None or want.get("again") is True
-            strangers = () if alone else _others(known, caller, seen)
+            others = () if alone else _others(known, caller, seen)
+            others = [peer for peer in others if self._knows(peer)] or others
             self._dialling += 1
             try:
-                return reply(await self._verdict(texts(want.get("addresses")), seen, strangers))
+                return reply(await self._verdict(texts(want.get("addresses")), seen, others))
             finally:
                 self._dialling -= 1
         except CallRefused as refused:

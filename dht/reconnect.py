@@ -79,11 +79,11 @@ def entries_among(
 
     proven: by whom alone, where there are any: others may be strangers, who would tell it the time.
     """
-    targets = dial_targets(stages, me, own_stage)
-    known = [peer for peer in targets if peer in proven] or list(targets)
+    known = {stage: {p: here[p] for p in here if p in proven} for stage, here in stages.items()}
+    targets = dial_targets(known, me, own_stage) or dial_targets(stages, me, own_stage)
     usable = [
-        [each for each in targets[peer] if _is_number(each, local_network=local_network)][:2]
-        for peer in known
+        [each for each in addresses if _is_number(each, local_network=local_network)][:2]
+        for addresses in targets.values()
     ]
     turns = zip_longest(*usable)
     return tuple(each for turn in turns for each in turn if each is not None)[:MAX_ENTRIES]

@@ -42,7 +42,13 @@ class BoundedStorage(DHTLocalStorage):
         self._refused = refused
         self.bytes_held = 0
         self._owners: dict[Any, dict[DHTID, _Held]] = {}  # in the order in which they came
+        self._places: dict[Any, int] = {}  # in that order, of the same
+        self._came = 0
         self._looked_at = 0.0
+
+    def came(self, subkey: Any) -> int:
+        """The place of an owner in the order in which they came, 0 of a plain value."""
+        return self._places.get(subkey, 0)
 
     def store_subkey(self, key: DHTID, subkey: Any, value: bytes, expiration_time: float) -> bool:
         """Keep a value; whether it was, as hivemind's."""
@@ -50,6 +56,9 @@ class BoundedStorage(DHTLocalStorage):
         new = _Held(expiration_time, len(value) + VALUE_BYTES)
         if expiration_time < now or new.size > BYTES_OF_OWNER:
             return False
+        if subkey not in self._owners:
+            self._came += 1
+            self._places[subkey] = self._came
         own = self._owners.setdefault(subkey, {})
         before = own.get(key)
         if before is not None and before.expires_at >= expiration_time:
@@ -68,8 +77,12 @@ class BoundedStorage(DHTLocalStorage):
         self._tidy(key)
         self._make_room(now)
         if not own:
-            self._owners.pop(subkey, None)
+            self._leave(subkey)
         return key in own
+
+    def _leave(self, owner: Any) -> None:
+        self._owners.pop(owner, None)
+        self._places.pop(owner, None)
 
     def _make_room(self, now: float) -> None:
         """Let those go that came last, until all the others fit."""
@@ -79,13 +92,13 @@ class BoundedStorage(DHTLocalStorage):
                 for gone in [each for each, held in own.items() if held.expires_at < now]:
                     self._drop(owner, gone)
                 if not own:
-                    del self._owners[owner]
+                    self._leave(owner)
         while self.bytes_held > BYTES_OF_ALL:
             last = next(reversed(self._owners))
             self._refused.add("full")
             for key in list(self._owners[last]):
                 self._drop(last, key)
-            del self._owners[last]
+            self._leave(last)
 
     def _drop(self, owner: Any, key: DHTID) -> None:
         self._forget(owner, key)

@@ -34,6 +34,7 @@ FETCH_PING_S = 5.0
 LATER_S = 0.001
 MAX_KEYS_KEPT = 256
 MAX_OWNERS = 8192  # under one key: a keeper that lies may tell of keys without end
+MAX_PASSED_OVER = 1024  # refused values under one key that are named when more is asked for
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class Swarm:
         self._writing = threading.Lock()
         self._reading = threading.Lock()
         self._seen: dict[str, dict[str, _Seen[Record]]] = {}
+        self._passed_over: dict[str, dict[bytes, float]] = {}  # marks, and when they expire
 
     @property
     def all_refused(self) -> Counter[str]:
@@ -132,7 +134,7 @@ class Swarm:
             if parse_key(key).kind != record_type.kind:
                 raise ValueError(f"no {record_type.kind} records are under {key}")
         with self._reading:
-            known = {key: [each.mark for each in self._seen.get(key, {}).values()] for key in keys}
+            known = {key: self._known(key) for key in keys}
         try:
             found = self._dht.find_news(known, thorough=thorough, timeout_s=timeout_s)
         except NoAnswer:
@@ -143,6 +145,16 @@ class Swarm:
                 for key, record_type in keys.items()
             }
 
+    def _find_manifest(self, timeout_s: float) -> tuple[bytes | None, bool]:
+        """The newest as it is stored, if anybody gave one, and whether anybody answered: all are
+        asked, for one may have missed the last, and older ones stay valid. Raises `NoAnswer`.
+        """
+        key = manifest_key(self._run)
+        found = self._dht.find_news({key: ()}, thorough=True, timeout_s=timeout_s).get(key)
+        plain = [each for each in found or () if each.subkey is None]
+        newest = max(plain, key=lambda each: each.expires_at, default=None)
+        return None if newest is None else newest.value, found is not None
+
     def publish_manifest(self, signed: SignedManifest) -> bool:
         """Store the manifest for a week; whether the DHT took it. Only the operator can."""
         payloads = {manifest_key(self._run): signed.to_bytes()}
@@ -150,12 +162,10 @@ class Swarm:
 
     def sealed_manifest(self, timeout_s: float = CALL_TIMEOUT_S) -> bytes | None:
         """The manifest that the operator signed last, in its envelope; None if nobody gave it."""
-        key = manifest_key(self._run)
-        try:
-            found = self._dht.find_latest((key,), timeout_s=timeout_s).get(key)
-        except NoAnswer:
-            return None
-        return found if isinstance(found, bytes) else None
+        with contextlib.suppress(NoAnswer, Refused):
+            stored, _ = self._find_manifest(timeout_s)
+            return None if stored is None else sealed_bytes(stored)
+        return None
 
     def store_sealed_manifest(self, sealed: bytes) -> None:
         """Store what `sealed_manifest` gave, as it is; raises `Refused` if it is no envelope."""
@@ -171,15 +181,13 @@ class Swarm:
         has none, `BootstrapsSilent` when it does not answer.
         """
         deadline = time.monotonic() + timeout_s
-        key = manifest_key(self._run)
         answered = False
         while (left := deadline - time.monotonic()) > 0:
             try:
-                # the newest: a node may have missed the last one, and older ones stay valid
-                found = self._dht.find_latest((key,), timeout_s=left)[key]
-            except (NoAnswer, KeyError):
+                found, heard = self._find_manifest(left)
+            except NoAnswer:
                 break
-            answered = True
+            answered |= heard
             if found is not None:
                 signed = self._unsealed_manifest(found)
                 signed.verify(self._run)
@@ -200,10 +208,13 @@ class Swarm:
 
         Raises `InvalidInput` where it is not the operator's.
         """
-        sealed = self.sealed_manifest(timeout_s)
-        if sealed is None:
+        try:
+            stored, _ = self._find_manifest(timeout_s)
+        except NoAnswer:
             return None
-        signed = self._unsealed_manifest(sealed)
+        if stored is None:
+            return None
+        signed = self._unsealed_manifest(stored)
         signed.revision_of(self._run)
         return signed
 
@@ -219,11 +230,9 @@ class Swarm:
         """Whether one of the bootstraps answers; true on the first node of a swarm."""
         return self._dht.bootstrap_answers(timeout_s)
 
-    def _unsealed_manifest(self, value: object) -> SignedManifest:
+    def _unsealed_manifest(self, stored: bytes) -> SignedManifest:
         try:
-            if not isinstance(value, bytes):
-                raise Refused("plain", "it has no envelope")
-            return SignedManifest.from_bytes(unseal(value).payload)
+            return SignedManifest.from_bytes(unseal(sealed_bytes(stored)).payload)
         except Refused as reason:
             raise InvalidInput(f"manifest of run {self._run} is refused ({reason})") from reason
 
@@ -279,21 +288,34 @@ class Swarm:
                     raise Refused("admission", "its owner is not admitted to the run")
                 record = record_type.decode(envelope.payload)
             except Refused as reason:
-                self.refused[reason.kind] += 1
+                self._pass_over(key, entry, reason.kind)
             except Malformed:
-                self.refused["type"] += 1
+                self._pass_over(key, entry, "type")
             else:
                 before = seen.get(envelope.owner)
                 if before is None and len(seen) >= self._most_owners:
-                    self.refused["full"] += 1
+                    self._pass_over(key, entry, "full")
                 elif before is None or before.sequence < envelope.sequence:
                     seen[envelope.owner] = _Seen(
                         entry.mark, envelope.sequence, envelope.expires_at, record
                     )
                 else:
-                    self.refused["older"] += 1
+                    self._pass_over(key, entry, "older")
         self._forget_old_keys(now)
         return {owner: each.record for owner, each in seen.items() if each.expires_at > now}
+
+    def _known(self, key: str) -> list[bytes]:
+        """The marks of what need not be told again under a key."""
+        now, passed = self._clock.time(), self._passed_over.get(key, {})
+        self._passed_over[key] = {mark: until for mark, until in passed.items() if until > now}
+        return [*(each.mark for each in self._seen.get(key, {}).values()), *self._passed_over[key]]
+
+    def _pass_over(self, key: str, entry: Entry, reason: str) -> None:
+        """What is refused is not to be told again and again, or it would hide what is new."""
+        self.refused[reason] += 1
+        passed = self._passed_over.setdefault(key, {})
+        if len(passed) < MAX_PASSED_OVER:
+            passed[entry.mark] = entry.expires_at
 
     def _opened(self, key: str, entry: Entry) -> Envelope:
         envelope = unseal(sealed_bytes(entry.value))
@@ -311,4 +333,7 @@ class Swarm:
                 key: seen
                 for key, seen in self._seen.items()
                 if any(each.expires_at > now for each in seen.values())
+            }
+            self._passed_over = {
+                k: each for k, each in self._passed_over.items() if k in self._seen
             }

@@ -22,7 +22,7 @@ from dilocox.pipeline.network import Network
 PING_LIMIT_S = 1.0
 REQUEST_LIMIT_S = 2.0
 AVOID_S = 5.0  # how long a peer that gave no answer is not asked again
-# how long one comes last that answers, and with which no inner step ends: at first, and at most
+# how long one comes last that does not come, or with which no inner step ends: at first, at most
 BLAMED_S, MOST_BLAMED_S = 20.0, 1200.0
 SAME_LINK_S = 60.0  # a link that breaks twice within so long is given up, and its lower peer
 PINGED_AT_ONCE = 32
@@ -171,6 +171,7 @@ class Recruiter:
         if answer is None:
             self.avoid([peer])
         if answer is None or answer.frame.kind != "yes":
+            self.blame([peer])  # however near it says that it is: there may be hundreds of its kind
             return False
         before = replica.members.get(stage)
         if before is not None:  # another one turned out to fit better
@@ -226,7 +227,7 @@ class Recruiter:
             self._round_trips.pop(peer, None)
 
     def blame(self, peers: Iterable[str]) -> None:
-        """Ask peers last that answer, and with which no inner step ends: each time for twice as
+        """Ask peers last that do not come, or with which no inner step ends: each time for twice as
         long.
         """
         for peer in peers:

@@ -2,7 +2,8 @@
 DHT. `look` waits for the DHT, in a thread of its own; the rest makes records and waits for nothing.
 Apart from coordinator.py, which decides by what is heard.
 
-`Cadence` says how often a peer tells and hears, so that it costs no more than a budget of bytes.
+`Cadence` says how often a peer tells and hears, so that it costs no more than a budget of bytes, in
+a swarm of those that records remember.
 
 Every announcement of a peer is carried to all who look where it was made. In a swarm of equals a
 peer therefore pays, for each of its announcements, what it hears when all of them announce once;
@@ -16,7 +17,8 @@ of the others. Other stages than one's own are looked at once in four intervals.
     budget   1.3 kB/s, and 2 B/s more for each peer above 200; more where the manifest's heartbeat
              is shorter than 10 s: who sets that wants answers sooner
     interval (bytes heard when all announce once) / (two thirds of the budget), no shorter than the
-             manifest's heartbeat, no longer than a record may live
+             manifest's heartbeat, no longer than a record may live; where it has grown since the
+             last announcement, no longer than two thirds of what that lives
 
 A key costs nothing, so a crowd of them must not slow down the others: no more peers of a stage
 count than twice as many as those that the newest record remembers, and a few.
@@ -45,9 +47,7 @@ from dilocox.dht.records import (
     replica_key,
     stage_key,
 )
-from dilocox.dht.swarm import MAX_OWNERS
 from dilocox.dht.swarm_view import SwarmView, that_count
-from dilocox.dht.wire import Malformed
 from dilocox.peer.averaging.follower import ChainFollower
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.averaging.loop_status import LoopStatus
@@ -66,12 +66,14 @@ LONGEST_S = min(MAX_LIFETIME_S["stage"], MAX_LIFETIME_S["bell"]) / LIFETIMES
 LOOKS = 4  # at one's own stage, between two announcements of the others
 OTHERS_SHARE = 4  # intervals between two looks at other stages
 RENEWED_AT = 2 / 3  # of its lifetime, a record at the latest: the intervals may have grown since
-COUNTED_TIMES, COUNTED_MORE = 2, 4  # of a stage, the peers that its record remembers, and so many
+# how many peers of a stage count: so many times those that its newest record remembers, and a few
+COUNTED_TIMES, COUNTED_MORE = 2, 4
+COUNTED_FIRST = 16  # before it has one
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heard:
-    """What stood in the last looks.
+    """What stood in the last looks, as far as it counts.
 
     peers: of all stages that are known. own_bytes: of the records that this peer looks at with
         every look, its own stage's and the replicas'. other_bytes: of those of other stages.
@@ -87,7 +89,8 @@ class Cadence:
 
     Attributes:
         budget_bytes_per_s: what looks and announcements of this peer may cost on average.
-        announce_s: between two regular announcements. lifetime_s: that what is announced lives.
+        announce_s: between two regular announcements; see `due`. lifetime_s: that what is announced
+            lives.
         look_s: between two looks at one's own stage and the replicas.
         look_at_others_s: between two looks at the other stages.
     """
@@ -139,8 +142,9 @@ class Cadence:
         self._saved = min(SAVED_ANNOUNCEMENTS, self._saved + since_s / self._one_in_s)
 
 
-# Of a record beside its fields: envelope, key, signature, and its place in an answer.
-ENVELOPE_BYTES = 230
+# Of records as peers make them, with envelope, signature and their place in an answer: what others
+# state may be longer, so that all would be silent for longer.
+STAGE_BYTES, CLAIM_BYTES, REPLICA_BYTES, MEMBER_BYTES = 630, 400, 410, 55
 READ_LIMIT_S = 3.0  # of each look; a slow one must not keep an exchange from its time
 STARTED_OVER = "its weights were not finite; it goes on from the anchor"
 MAX_BLOCKED = 160  # characters: a run of many stages may lack peers for most of them
@@ -270,16 +274,21 @@ class Announcer:
         return {bell_key(self._local.run, bell.round): bell for bell in bells}
 
     def _reckon(self) -> None:
-        """What it costs this peer when all that are in view announce once."""
-        view, stage, most = self.view, self._local.stage, self._most_counted()
-        hosts = dict(view.stages) | {stage: view.stage}
-        sizes = {number: _bytes_of(records.values(), most) for number, records in hosts.items()}
-        claims = _bytes_of(view.claims.values(), most)
-        run_claims = _bytes_of(view.run_claims.values(), most) if stage else 0
+        """What it costs this peer when all that count announce once."""
+        view, stage, stages = self.view, self._local.stage, self._local.manifest.stages
+        most = self._most_counted()
+
+        def counted(records: Collection[Any]) -> int:
+            return min(len(records), most)
+
+        others = [counted(hosts) for number, hosts in view.stages.items() if number != stage]
+        replica_bytes = REPLICA_BYTES + MEMBER_BYTES * min(stages, MAX_TEXTS)
+        own_bytes = STAGE_BYTES * counted(view.stage) + CLAIM_BYTES * counted(view.claims)
+        run_claims = counted(view.run_claims) if stage else 0
         heard = Heard(
-            peers=sum(min(len(records), most) for records in hosts.values()),
-            own_bytes=sizes[stage] + claims + _bytes_of(view.replicas.values(), most),
-            other_bytes=sum(sizes.values()) - sizes[stage] + run_claims,
+            peers=counted(view.stage) + sum(others),
+            own_bytes=own_bytes + replica_bytes * counted(view.replicas),
+            other_bytes=STAGE_BYTES * sum(others) + CLAIM_BYTES * run_claims,
         )
         self.cadence.hear(heard)
 
@@ -287,7 +296,7 @@ class Announcer:
         """Peers of a stage; of other stages, too, whose records this peer does not keep."""
         last = self._chain.last_record
         if last is None:
-            return MAX_OWNERS
+            return COUNTED_FIRST
         remembered = {each.peer for each in last.standings} & self.view.stage.keys()
         return COUNTED_TIMES * len(remembered) + COUNTED_MORE
 
@@ -299,18 +308,6 @@ class Announcer:
         credible = {peer: each for peer, each in replicas.items() if each.round <= newest}
         self._local.swarm.refused["round"] += len(replicas) - len(credible)
         return credible
-
-
-def _bytes_of(records: Collection[Record], most: int) -> int:
-    """What so many of these records are in the DHT, all taken to be as long as the first."""
-    first = next(iter(records), None)
-    if first is None:
-        return 0
-    try:
-        size = len(first.encode())
-    except Malformed:  # others may write numbers in fewer bytes than we do
-        size = first.max_bytes
-    return min(len(records), most) * (size + ENVELOPE_BYTES)
 
 
 def replica_record(round_number: int, own: LoopStatus, *, hear_s: float) -> ReplicaRecord | None:

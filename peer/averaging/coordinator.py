@@ -294,12 +294,11 @@ class Coordinator(threading.Thread):
 
     @property
     def holds_alone(self) -> bool:
-        """Whether this peer is the last one of its stage, and nobody else has its newest record."""
-        others = {peer for peer, each in self.view.stage.items() if each.state != "left"}
+        """Whether this peer is the last one of its stage, and the operator's archive has not its
+        newest record: who else says that it has may be anybody.
+        """
         alone = self.joined.is_set() and not self.driver.rivals(self.view)
-        number = self.chain.head.round
-        held = self.archived or self.view.held_by(others - {self._local.me}, number)
-        return alone and not held
+        return alone and not self.archived
 
     @property
     def round(self) -> int:
@@ -542,7 +541,9 @@ class Coordinator(threading.Thread):
             self._ring_now = False
             cadence.hurried(now, BELLS_SHARE)
             bells = self._announcer.of_bells(self._rounds.bells)
-            self._writing = self._writer.submit(partial(self._write, bells, None))
+            self._writing = self._writer.submit(
+                partial(self._write, bells, None, cadence.lifetime_s)
+            )
 
     def _announce_all(self) -> None:
         self._published_at = self._clock.monotonic()
@@ -569,12 +570,13 @@ class Coordinator(threading.Thread):
             records[replica_key(self._local.run)] = replica
         if lease is not None:
             records |= lease.announcement(status.data_part, status.data_position)
-        self._writing = self._writer.submit(partial(self._write, records, lease))
+        write = partial(self._write, records, lease, self._published_for_s)
+        self._writing = self._writer.submit(write)
 
-    def _write(self, records: dict[str, Record], lease: PartLease | None) -> float:
+    def _write(self, records: dict[str, Record], lease: PartLease | None, lives_s: float) -> float:
         """In the writer's thread; seconds that the DHT took."""
         began = self._clock.monotonic()
-        stored = self._local.swarm.publish_many(records, self._published_for_s)
+        stored = self._local.swarm.publish_many(records, lives_s)
         seconds = self._clock.monotonic() - began
         if lease is not None:
             lease.published(stored)

@@ -13,8 +13,8 @@ with four members on loopback, 6.7 MB in the three seconds before an exchange of
 - who asks first leads: later callers find the leader with one search and join it, and it need not
   look for others. Only where two ask at once, or clocks differ, do leaders meet by searching. Who
   has no vote leads nobody where another one has: it could gather all, and never begin;
-- searches have growing pauses between them and ask few nodes, and nobody takes a declaration back:
-  its key is of this attempt alone.
+- searches have growing pauses between them and ask those alone who keep the key (dht/keepers.py),
+  and nobody takes a declaration back: its key is of this attempt alone.
 """
 
 # hivemind and its generated protocol classes carry no types.
@@ -34,7 +34,6 @@ from hivemind.p2p import PeerID
 FIRST_PAUSE_S = 0.2  # between two searches
 PAUSE_GROWTH = 1.6
 LONGEST_PAUSE_S = 2.0
-BEAM = 5  # nodes that a search or a declaration minds: a declaration lies on so many
 EARLY_S = 60.0  # before a group's time, and more, all are equally early
 LEAD_S = 0.2  # by so much the group's time of who asks at the last moment is later
 LATER_S = 0.5  # likewise, of who gathered a group that came to nothing
@@ -195,13 +194,9 @@ class PlanKeys(GroupKeyManager):
         """
         await asyncio.sleep(self._pause_s)
         self._pause_s = min(max(FIRST_PAUSE_S, PAUSE_GROWTH * self._pause_s), LONGEST_PAUSE_S)
-        found = await self._dht.get(group_key, latest=True, return_future=True, beam_size=BEAM)
-        if found is None or not isinstance(found.value, dict):
-            return []
         leaders = list[tuple[PeerID, float]]()
-        for name, declared in found.value.items():
-            peer, at = PeerID(name), declared.expiration_time
-            if (declared.value or not only_active) and self.may_lead(str(peer)):
+        for name, at in (await self._dht.declared(group_key)).items():
+            if self.may_lead(str(peer := PeerID(name))):
                 later = self.is_later(str(peer))
                 leaders.append((peer, max(at, self._scheduled_at + LATER_S) if later else at))
         return leaders
@@ -212,11 +207,4 @@ class PlanKeys(GroupKeyManager):
         """Say that this peer looks for the group; the end of that is not worth a message."""
         if not looking_for_group:
             return True
-        return await self._dht.store(
-            key=group_key,
-            subkey=peer_id.to_bytes(),
-            value=True,
-            expiration_time=expiration_time,
-            return_future=True,
-            beam_size=BEAM,
-        )
+        return await self._dht.declare(group_key, peer_id.to_bytes(), expiration_time)

@@ -171,11 +171,16 @@ class Keeper:
     async def _begin(self) -> None:
         p2p = self._thread.p2p
         open_streams.refuse = lambda reason: self.refused.update([reason])
-        open_streams.knows = lambda peer: any(each.knows(peer) for each in self._stages.values())
+
+        def knows(peer: str) -> bool:
+            return any(each.knows(peer) for each in self._stages.values())
+
+        open_streams.knows = knows
         probe = Probe(
             p2p,
             now=timed_storage.get_dht_time,
             refuse=self.probe_refused.add,
+            knows=knows,
             bootstraps=None,
         )
         await probe.add_p2p_handlers(p2p)

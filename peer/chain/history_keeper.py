@@ -37,6 +37,7 @@ OPEN_ROUNDS = 8  # the newest ones, of which more may be heard
 SIZED_AFTER = 3  # rounds after which no stage is waited for
 LEAST_S = 0.5  # between two rounds, or their times are too rough for a throughput
 BACKLOG = 4096  # records of which the headers are read
+BELIEVED_ROUNDS = 10  # for which what a head states is written after it was a member
 MAX_SHOWN = 80  # letters of a prompt, and of what follows, in the archive's claim
 
 Since = Callable[[Collection[str], int], list[ChainRound]]
@@ -75,6 +76,7 @@ class HistoryKeeper:
         self._follows = False
         self._taken_at = float("-inf")
         self._credited: dict[int, str] = {}  # the newest record by stage
+        self._members: dict[str, int] = {}  # of stage 0, and their last round
         self._train: dict[int, Spread] = {}  # of the most heads that stated one together
         self._validation: dict[int, float] = {}
         self._sizes: dict[int, dict[int, int]] = {}  # bytes of records by round and stage
@@ -118,8 +120,10 @@ class HistoryKeeper:
         """The same of what was read: peers by stage, replicas by head."""
         present = [{p: each for p, each in of.items() if each.state != "left"} for of in hosts]
         heads = leading(replicas, hosts[0])
-        stated = stated_losses(heads.values())
         with self._lock:
+            if self._members:  # anybody can say that it leads a replica
+                heads = {head: each for head, each in heads.items() if head in self._members}
+            stated = stated_losses(heads.values())
             for number, said in stated.train.items():
                 if said.heads >= self._train.get(number, said).heads:
                     self._train[number] = said
@@ -166,6 +170,11 @@ class HistoryKeeper:
         for each in since([known], BACKLOG) if known else since([], MAX_HEARD):
             self._credited[stage] = each.digest
             self._history.credit(peer for peer, _ in each.contributors)
+            if stage == 0:
+                with self._lock:
+                    self._members |= {peer: each.round for peer, _ in each.contributors}
+                    old = each.round - BELIEVED_ROUNDS
+                    self._members = {p: last for p, last in self._members.items() if last > old}
 
     def revise(self, manifest: Manifest) -> None:
         """Go on under a newer revision, which may have set rounds aside."""

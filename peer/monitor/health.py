@@ -31,6 +31,7 @@ GOOD: tuple[RunState, ...] = ("ended", "paused", "training")
 IN_MOTION: tuple[RunState, ...] = ("stalled", "training")  # in all others no round can come
 STALL_ROUNDS = 3.0  # so many usual rounds without a commit are a stall
 STALL_AT_LEAST_S = 60.0
+MOST_LONGER = 4.0  # than those before, that a round may take by what heads state
 MAX_NAMED = 4  # stages that a sentence names
 NO_BOOTSTRAP = "no bootstrap answers: nobody can join"
 
@@ -117,12 +118,15 @@ def _moving(look: SwarmLook, history: SwarmHistory) -> Health:
 
 
 def _round_s(look: SwarmLook, history: SwarmHistory) -> float:
-    """How long a round takes: as those before, or as many inner steps as it has."""
+    """How long a round takes: as those before, or as many inner steps as it has, as anybody says
+    that leads a replica: that is not believed beyond some times those before.
+    """
     usual = max(chain.usual_s for chain in history.stages)
     head = history.stages[0].head
     inner_steps = look.manifest.rounds.inner_steps if head is None else head.next_inner_steps
     steps = [finite(each.step_s) for each in look.replicas.values()]
-    return max(usual, inner_steps * (median(steps) if steps else 0.0))
+    stated = inner_steps * (median(steps) if steps else 0.0)
+    return max(usual, min(stated, MOST_LONGER * usual) if usual else stated)
 
 
 def clock(seconds: float) -> str:

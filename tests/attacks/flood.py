@@ -171,7 +171,8 @@ class SignedRecords:
     def __init__(self, place: Joined, folder: Path, odd: Odd):
         self._run, self._clock, self._odd = place.run, place.clock, odd
         self._keys = [Identity.load_or_create(folder / f"signer-{n}.key") for n in range(SIGNERS)]
-        self._sequence = 0
+        # as peers count, later than what was signed with these keys in an earlier flood
+        self._sequence = int(place.clock.time() * 1000)
 
     def store(self) -> dht_pb2.StoreRequest:
         """What stores one of them."""

@@ -32,6 +32,7 @@ from dilocox.dht.invite import Invite
 from dilocox.dht.join import Joined, join_run
 from dilocox.dht.protocol import MAX_KEYS, RunProtocol
 from dilocox.dht.records import (
+    MAX_LIFETIME_S,
     BellRecord,
     ClaimRecord,
     ReplicaRecord,
@@ -181,15 +182,20 @@ class Hostile:
         return {"hosts": len(self.keys)}
 
     def crowds(self) -> dict[str, Any]:
-        """A9: fresh keys that say that they host stage 0, a hundred more each time."""
-        lifetime_s = self.place.manifest.deadlines.record_lifetime_s
+        """A9: fresh keys that say that they train in stage 0 and lead a replica, a hundred more a
+        time, for as long as a record may live.
+        """
+        run = self.place.run
         for number in range(self._crowd, self._crowd + FRESH_KEYS):
             key = Identity.load_or_create(self._folder / f"fresh-{number}.key")
-            swarm = Swarm(self.place.dht, self.place.run, key, self.place.clock)
-            hosting = stage_record(round=0, digest="", replica=key.peer_id)
-            swarm.publish(stage_key(self.place.run, 0), hosting, lifetime_s)
+            swarm = Swarm(self.place.dht, run, key, self.place.clock)
+            told = {
+                stage_key(run, 0): stage_record(round=0, replica=key.peer_id),
+                replica_key(run): replica_record([key.peer_id], round=0),
+            }
+            swarm.publish_many(told, MAX_LIFETIME_S["stage"])
         self._crowd += FRESH_KEYS
-        return {"keys": self._crowd}
+        return {"in_view": len(self.place.swarm.read(stage_key(run, 0), StageRecord) or {})}
 
     def reserves(self) -> dict[str, Any]:
         """A9: every key leads a replica, says that all peers of stage 1 are in it, and does nothing

@@ -108,7 +108,9 @@ def test_a_flood_of_nonsense_ends_nobody_and_stays_in_nobodys_memory(
         assert rounds >= LEAST_SHARE * honest / HONEST_S * seconds
         assert most_more(peak, held[-2], "") < MOST_MORE_MB
         kinds = [f"averaging_{kind}" for kind in ("frame", "vote", "question")]
-        assert all(counted[kind] for kind in (*kinds, "dht_question", "probe_question")), counted
+        assert all(
+            counted[kind] for kind in (*kinds, "dht_question", "dht_type", "probe_question")
+        ), counted
         print(last["results"])
     # allocators give back later than in a minute, if at all: what must not be is that it goes on
     assert most_more(held[-1], held[-2], "") < LEFT_MB

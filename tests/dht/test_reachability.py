@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from hivemind.proto import runtime_pb2
 
 from dilocox.dht import reachability
 from dilocox.dht.addresses import Reachability, ReachKind
-from dilocox.dht.identity import peer_id_of
+from dilocox.dht.identity import Identity, peer_id_of
 from dilocox.dht.reachability import (
     BANDWIDTH_LIMIT_BYTES,
     CALLS_IN_A_WHILE,
@@ -145,6 +146,35 @@ def test_a_bootstrap_that_starts_at_the_same_moment_is_asked_again(run: Run) -> 
         assert (await asking).kind == "public"
 
     run(scene)
+
+
+def test_a_bootstrap_believes_no_strangers_where_one_is_connected_that_it_knows(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    member = Identity.load_or_create(tmp_path / "member.key").peer_id
+    asked: list[frozenset[str]] = []
+
+    async def working(named: Sequence[str], seen: frozenset[str]) -> tuple[str, ...]:
+        asked.append(seen)
+        return tuple(named) if len(asked) == 1 else ()
+
+    async def scene(peers: list[P2P]) -> None:
+        bootstrap, stranger, peer = peers
+        where = dict.fromkeys((str(stranger.peer_id), member), frozenset({"192.0.2.7"}))
+        where[str(peer.peer_id)] = SEEN
+
+        async def connections(p2p: P2P) -> dict[str, frozenset[str]]:
+            return where if p2p is bootstrap else {}
+
+        monkeypatch.setattr("dilocox.dht.reachability.connections", connections)
+        monkeypatch.setattr("dilocox.dht.reachability.working", working)
+        await serve(bootstrap, knows=lambda each: each == member)
+        await serve(stranger, bootstraps={str(bootstrap.peer_id)}, local_network=True)
+        own = await own_addresses(peer)
+        reach = await find_reach(peer, [bootstrap.peer_id], own, limit_s=LIMIT_S)
+        assert (reach.kind, asked) == ("public", [SEEN]), "the member gives no answer"
+
+    run(scene, 3)
 
 
 def test_a_bootstrap_believes_others_more_than_itself(

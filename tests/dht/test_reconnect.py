@@ -64,8 +64,9 @@ def test_each_draws_others_and_one_that_comes_changes_little() -> None:
 
 
 def test_those_who_have_trained_are_the_first_way_back_into_a_run() -> None:
-    stages = {0: dict(host(number) for number in range(40)), 1: dict([host(98)])}
-    proven = peer_id(98), peer_id(7)
+    # among more keys than a peer dials
+    stages = {0: dict(host(number) for number in range(400)), 1: dict([host(498)])}
+    proven = peer_id(498), peer_id(7)
     found = entries_among(stages, ME, 0, proven, local_network=True)
     assert {each.rpartition("/")[2] for each in found} == set(proven)
     found = entries_among(stages, ME, 0, (), local_network=True)

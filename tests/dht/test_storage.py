@@ -127,3 +127,18 @@ def test_what_is_written_again_and_again_takes_no_more_room(kept: BoundedStorage
     assert found is not None and isinstance(found.value, DictionaryDHTValue)
     assert len(kept.expiration_heap) < 200 and len(found.value.expiration_heap) < 200
     assert kept.bytes_held == held(kept)
+
+
+def test_owners_have_their_place_in_the_order_in_which_they_came(
+    kept: BoundedStorage, clock: Clock
+) -> None:
+    for owner in (b"first", b"second", b"third"):
+        kept.store(key(1), VALUE, LATER, subkey=owner)
+    for after_s in (1.0, 2.0):
+        kept.store(key(1), VALUE, LATER + after_s, subkey=b"first")
+        assert kept.came(b"first") < kept.came(b"second") < kept.came(b"third")
+    clock.now = LATER + 1.5  # but for the first one all are gone
+    kept.store(key(2), VALUE, LATER + 60.0, subkey=b"second")
+    kept.store(key(2), VALUE, LATER + 60.0, subkey=b"first")
+    assert kept.came(b"first") < kept.came(b"second")
+    assert kept.came(None) == 0

@@ -45,17 +45,9 @@ class FakeDHT:
         self.stores += 1
         for each in values:
             self.expiries.append(each.expires_at)
-            if each.subkey is None:
-                self.values[each.key] = each.value
-            else:
-                entry = Entry(each.subkey, pack(each.value), each.expires_at)
-                self.values.setdefault(each.key, {})[each.subkey] = entry
+            entry = Entry(each.subkey, pack(each.value), each.expires_at)
+            self.values.setdefault(each.key, {})[each.subkey] = entry
         return True
-
-    def find_latest(self, keys: Collection[str], *, timeout_s: float) -> dict[str, object]:
-        if self.silent:
-            raise NoAnswer("silent")
-        return {key: self.values.get(key) for key in keys if key not in self.late}
 
     def find_news(
         self, known: Mapping[str, Collection[bytes]], *, thorough: bool, timeout_s: float
@@ -352,7 +344,7 @@ def test_forged_manifest_is_refused(
         b"junk",
         17,
     ):
-        dht.values[key] = value
+        dht.values[key] = {None: Entry(None, pack(value), 2000.0)}
         with pytest.raises(InvalidInput, match="manifest") as refused:
             member(volunteer).fetch_manifest(1.0)
         assert not isinstance(refused.value, UnknownRun)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -68,7 +68,14 @@ class Hourly(TestClock):
         return self.now
 
 
-def announcer(dht: Dht, stage: int, stages: int = 3, clock: TestClock | None = None) -> Announcer:
+def announcer(
+    dht: Dht,
+    stage: int,
+    stages: int = 3,
+    clock: TestClock | None = None,
+    remembered: Collection[str] = (),
+) -> Announcer:
+    """remembered: by the newest record of its stage, which has none without."""
     local = local_peer(
         stage=stage,
         manifest=replace(MANIFEST, stages=stages),
@@ -78,7 +85,9 @@ def announcer(dht: Dht, stage: int, stages: int = 3, clock: TestClock | None = N
         name="Ada's laptop",
         team="🦊" * 12,
     )
-    return Announcer(local, CHAIN)
+    last = SimpleNamespace(standings=[SimpleNamespace(peer=peer) for peer in remembered])
+    chain = SimpleNamespace(head=CHAIN.head, last_record=last if remembered else None)
+    return Announcer(local, cast("ChainFollower", chain))
 
 
 def look(looking: Announcer, bells: list[int], *, whole: bool = True) -> bool:
@@ -129,7 +138,7 @@ def test_in_a_small_swarm_every_heartbeat_shows_everything() -> None:
 
 def test_in_a_large_one_other_stages_are_read_more_rarely_than_ones_own() -> None:
     dht, clock = crowd(400, 4), TestClock()
-    looking = announcer(dht, 1, 4, clock)
+    looking = announcer(dht, 1, 4, clock, dht.records[stage_key(RUN, 1)])
     look(looking, [5])
     asked = looked_at(dht, looking, 3600, clock)
     assert asked[bell_key(RUN, 5)] == 360
@@ -142,7 +151,6 @@ def test_in_a_large_one_other_stages_are_read_more_rarely_than_ones_own() -> Non
 
 def test_a_crowd_of_keys_that_no_record_remembers_slows_nobody() -> None:
     known = ("0", "4", "8")  # of stage 0
-    last = SimpleNamespace(standings=[SimpleNamespace(peer=peer) for peer in known])
     quiet, busy = crowd(12, 4), crowd(12, 4)
     for number in range(2700):
         for stage in range(4):
@@ -151,17 +159,19 @@ def test_a_crowd_of_keys_that_no_record_remembers_slows_nobody() -> None:
         busy.records[replica_key(RUN)][f"new-{number}"] = replica()
     intervals: list[float] = []
     for dht in (quiet, busy):
-        looking = announcer(dht, 0, 4, TestClock())
-        looking._chain = cast("ChainFollower", SimpleNamespace(head=CHAIN.head, last_record=last))
+        looking = announcer(dht, 0, 4, TestClock(), known)
         look(looking, [5])
         intervals.append(looking.cadence.announce_s)
     # as if there were twice as many, and a few
     assert intervals[1] < 5 * intervals[0]
+    looking = announcer(busy, 0, 4, TestClock())
+    look(looking, [5])
+    assert looking.cadence.announce_s < 60.0  # before the first record
 
 
 def test_who_waits_for_a_record_and_who_sees_nobody_looks_with_every_heartbeat() -> None:
     dht, clock = crowd(400, 4), TestClock()
-    looking = announcer(dht, 1, 4, clock)
+    looking = announcer(dht, 1, 4, clock, dht.records[stage_key(RUN, 1)])
     for _ in range(10):
         looking.look([5], 5, eager=True)
     assert all(stage_key(RUN, 1) in asked for asked in dht.asked)

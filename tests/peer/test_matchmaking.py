@@ -27,22 +27,20 @@ class Room:
     """A DHT without latency, and the calls among members. Counts searches and declarations."""
 
     def __init__(self) -> None:
-        self.declared: dict[str, dict[bytes, Any]] = {}
+        self._declared: dict[str, dict[bytes, float]] = {}
+        self.earliest: list[bytes] = []  # whoever looks
         self.members: dict[PeerID, Matchmaking] = {}
         self.searches = self.stores = 0
 
-    async def get(self, key: str, **_: Any) -> Any:
+    async def declared(self, key: str) -> dict[bytes, float]:
         self.searches += 1
         await asyncio.sleep(0.001)
-        found = self.declared.get(key)
-        return None if found is None else SimpleNamespace(value=dict(found))
+        at: float = get_dht_time() + 0.05
+        return self._declared.get(key, {}) | dict.fromkeys(self.earliest, at)
 
-    async def store(
-        self, *, key: str, subkey: bytes, value: bool, expiration_time: float, **_: Any
-    ) -> bool:
+    async def declare(self, key: str, subkey: bytes, expires_at: float) -> bool:
         self.stores += 1
-        entry = SimpleNamespace(value=value, expiration_time=expiration_time)
-        self.declared.setdefault(key, {})[subkey] = entry
+        self._declared.setdefault(key, {})[subkey] = expires_at
         return True
 
     async def rpc_join_group(self, request: Any, *, caller: PeerID, leader: PeerID) -> Any:
@@ -101,7 +99,7 @@ def peer_id(name: int) -> PeerID:
 
 async def call(caller: Caller, room: Room, scheduled_at: float, found: Found) -> None:
     me = peer_id(caller.name)
-    dht: Any = SimpleNamespace(peer_id=me, get=room.get, store=room.store)
+    dht: Any = SimpleNamespace(peer_id=me, declared=room.declared, declare=room.declare)
     p2p: Any = SimpleNamespace(peer_id=me, room=room)
     matchmaking = room.members[me] = Matchmaking(
         p2p,
@@ -154,11 +152,6 @@ class Idle:
     """One that gathers a group, as the earliest of all whenever one looks, and never begins."""
 
     target_group_size: int | None = None
-    value = True
-
-    @property
-    def expiration_time(self) -> float:
-        return get_dht_time() + 0.05
 
     async def rpc_join_group(self, *_: Any) -> AsyncIterator[Any]:
         accepted: Any = averaging_pb2
@@ -173,9 +166,8 @@ def search(callers: Iterable[Caller], *, idle: Iterable[int] = ()) -> Found:
         found = Found()
         scheduled_at = get_dht_time() + AHEAD_S
         for name in idle:
-            found.room.members[peer_id(name)] = each = Idle()  # type: ignore[assignment]
-            key = f"run_stage0_averager-{KEY[:24]}.0b"
-            found.room.declared.setdefault(key, {})[peer_id(name).to_bytes()] = each
+            found.room.members[peer_id(name)] = Idle()  # type: ignore[assignment]
+            found.room.earliest.append(peer_id(name).to_bytes())
         await asyncio.gather(*(call(each, found.room, scheduled_at, found) for each in callers))
         return found
 
@@ -368,7 +360,7 @@ def test_the_pauses_between_searches_grow_and_begin_anew_with_each_plan(
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
     room = Room()
-    dht: Any = SimpleNamespace(peer_id=None, get=room.get, store=room.store)
+    dht: Any = SimpleNamespace(peer_id=None, declared=room.declared, declare=room.declare)
     of: Any = SimpleNamespace(dht=dht, prefix="run_stage0_averager")
     keys = PlanKeys(of)
 

@@ -17,7 +17,7 @@ from hivemind.p2p import P2P
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest_revisions import back_to
-from dilocox.dht.records import StageRecord, averaging_prefix
+from dilocox.dht.records import averaging_prefix
 from dilocox.dht.rpc import Blob, CallRefused, Client
 from dilocox.peer.chain import archive_keeper, round_history
 from dilocox.peer.chain.archive_keeper import Keeper
@@ -335,9 +335,7 @@ class Bootstrap:
     def __init__(self, folder: Path, identity: Identity):
         self.now = NOW
         self.chain: list[ChainRound] = []
-        self.hosts: list[dict[str, StageRecord]] = [
-            {peer_id(100 * stage): stage_record()} for stage in range(2)
-        ]
+        self.hosts = [{peer_id(100 * stage): stage_record()} for stage in range(2)]
         self.folder, self.identity = folder, identity
         self.start()
 
@@ -388,6 +386,18 @@ def test_a_row_says_when_a_round_came_and_what_was_stated_of_it(bootstrap: Boots
     assert (second.at, second.tokens, second.tokens_per_s) == (NOW + 20, 2000, 100.0)
     assert (second.peers, second.replicas, second.record_bytes, second.voids) == (2, 1, 2000, 0)
     assert (third.train, third.validation) == (2.8, 2.25)
+
+
+def test_what_others_than_members_state_is_in_no_row(bootstrap: Bootstrap) -> None:
+    stated = replica_record([], round=1, val_round=0, val_loss=0.1, train_loss=0.1)
+    told = {each: replace(stated, members=(each,)) for each in map(peer_id, (1, 2, 3))}
+    bootstrap.hosts[0] |= dict.fromkeys(told, stage_record())
+    bootstrap.commit(0)
+    bootstrap.keeper.hear(bootstrap.hosts, told, {})
+    bootstrap.hear(round=1, train_loss=3.0, val_round=0, val_loss=2.5)
+    bootstrap.commit(1)
+    first, second = bootstrap.rows()
+    assert (first.validation, second.train) == (2.5, 3.0)
 
 
 def test_a_row_has_the_range_of_its_heads_train_losses_but_for_absurd_ones(

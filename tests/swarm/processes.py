@@ -37,9 +37,12 @@ class Process:
     @property
     def private_mb(self) -> float:
         """The memory that belongs to it alone; 0 if it is gone."""
+        folder = Path(f"/proc/{self.pid}")
         try:
-            lines = Path(f"/proc/{self.pid}/smaps_rollup").read_text().splitlines()
+            lines = (folder / "smaps_rollup").read_text().splitlines()
         except OSError:
+            if folder.exists():  # a kernel that does not tell would let every bound hold
+                raise
             return 0.0
         return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1e3
 

@@ -1,0 +1,138 @@
+"""Who is given a value and who is asked for it: the nodes next to its key, and always the run's
+bootstraps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hivemind.dht.node import Blacklist, DHTNode
+from hivemind.dht.routing import DHTID
+from hivemind.p2p import PeerID
+
+from dilocox.dht.identity import Identity
+from dilocox.dht.keepers import Keepers
+from dilocox.dht.protocol import NEAREST, Entry, node_id_of
+from dilocox.dht.rpc import NODE_REFUSALS, Counts
+from dilocox.dht.storage import BoundedStorage
+
+KEY = DHTID.generate("a key")
+LATE = 4e9
+LOOKS = 8
+
+
+@pytest.fixture(scope="module")
+def crowd(tmp_path_factory: pytest.TempPathFactory) -> list[Identity]:
+    folder = tmp_path_factory.mktemp("crowd")
+    return [Identity.load_or_create(folder / f"{number}.key") for number in range(NEAREST + 4)]
+
+
+class Wires:
+    """The nodes of a swarm, as one of them meets them. Those that are `near` lie next to the key;
+    of the rest `silent` ones say that they take what they are given, and tell nobody of it.
+    """
+
+    def __init__(self, identities: Sequence[Identity]) -> None:
+        peers = [PeerID.from_base58(each.peer_id) for each in identities]
+        self.me, self.bootstrap, *self.others = sorted(
+            peers, key=lambda peer: node_id_of(peer.to_bytes()).xor_distance(KEY), reverse=True
+        )
+        self.silent: Collection[PeerID] = ()
+        self.gone: Collection[PeerID] = ()
+        self.kept: dict[PeerID, dict[bytes | None, Entry]] = {}
+        self.asked: list[PeerID] = []
+        self.storage = BoundedStorage(Counts(NODE_REFUSALS))
+        self.client_mode = False
+        self.routing_table = SimpleNamespace(get_nearest_neighbors=self._nearest)
+
+    def keepers(self, **options: Any) -> Keepers:
+        node: Any = SimpleNamespace(
+            node_id=node_id_of(self.me.to_bytes()),
+            peer_id=self.me,
+            protocol=self,
+            blacklist=Blacklist(base_time=5.0, backoff_rate=2.0),
+        )
+        return Keepers(cast("DHTNode", node), [str(self.bootstrap)], **options)
+
+    def _nearest(self, key: DHTID, count: int, exclude: DHTID | None = None) -> Any:
+        nodes = {node_id_of(peer.to_bytes()): peer for peer in [*self.others, self.bootstrap]}
+        return [(each, nodes[each]) for each in sorted(nodes, key=key.xor_distance)[:count]]
+
+    def accepts(self, key: DHTID, entry: Entry) -> bool:
+        return True
+
+    async def call_nearest(self, peer: PeerID, keys: Collection[DHTID]) -> Any:
+        return {key: {} for key in keys}
+
+    async def call_store(
+        self, peer: PeerID, values: Sequence[bytes], subkeys: Sequence[bytes], **_: Any
+    ) -> list[bool] | None:
+        if peer in self.gone:
+            return None
+        for subkey, value in zip(subkeys, values, strict=True):
+            self.kept.setdefault(peer, {})[subkey] = Entry(subkey, value, LATE)
+        return [True] * len(values)
+
+    async def call_news(self, peer: PeerID, known: Mapping[DHTID, Collection[bytes]]) -> Any:
+        self.asked.append(peer)
+        if peer in self.gone:
+            return None
+        found = [] if peer in self.silent else list(self.kept.get(peer, {}).values())
+        return {key: [e for e in found if e.mark not in marks] for key, marks in known.items()}
+
+
+async def look(keepers: Keepers) -> bool:
+    """Whether somebody tells of a value under the key."""
+    found = await keepers.news({KEY: ()}, thorough=False, timeout_s=5.0)
+    return bool(found.get(KEY))
+
+
+def test_what_silent_keys_next_to_a_key_keep_to_themselves_is_heard_from_a_bootstrap(
+    crowd: list[Identity],
+) -> None:
+    async def scene() -> None:
+        wires = Wires(crowd)
+        wires.silent = wires.others
+        assert len(wires.others) > NEAREST, "the bootstrap is none of the nearest"
+        keepers = wires.keepers()
+        assert await keepers.store({KEY: Entry(b"me", b"here", LATE)})
+        assert wires.bootstrap in wires.kept
+        looks = [await look(keepers) for _ in range(LOOKS)]
+        assert all(looks[::2]) or all(looks[1::2]), "every other one asks the bootstrap"
+        assert [e.value for e in await keepers.everything(KEY, timeout_s=5.0)] == [b"here"]
+
+    asyncio.run(scene())
+
+
+def test_while_the_bootstrap_is_away_the_others_are_asked(
+    crowd: list[Identity],
+) -> None:
+    async def scene() -> None:
+        wires = Wires(crowd)
+        wires.gone = [wires.bootstrap]
+        keepers = wires.keepers()
+        assert await keepers.store({KEY: Entry(b"me", b"here", LATE)})
+        assert all([await look(keepers) for _ in range(LOOKS)])
+        assert wires.asked.count(wires.bootstrap) == 1, "it is left alone for a while"
+        assert len(set(wires.asked)) > 1, "always the same one"
+
+    asyncio.run(scene())
+
+
+def test_a_bootstrap_keeps_what_it_says_itself_wherever_the_key_lies(
+    crowd: list[Identity],
+) -> None:
+    async def scene() -> None:
+        for keeps_all in (False, True):
+            wires = Wires(crowd)
+            wires.silent = wires.others
+            keepers = wires.keepers(keeps_all=keeps_all)
+            await keepers.store({KEY: Entry(b"me", b"here", LATE)})
+            kept = wires.storage.get(KEY)
+            assert (kept is not None) == keeps_all
+
+    asyncio.run(scene())

@@ -3,10 +3,11 @@
 A swarm of peers that all train: each tells of itself, looks at the others and, as a head, rings a
 bell in every round. The intervals are those of peer/averaging/announcer.py and
 peer/rounds/round_end.py, the records real ones, encoded and sealed, and the keepers of a key
-those of dht/keepers.py: the five nodes nearest to it, of which a look asks one. What is modelled is
-the time only, and the bytes of a call beside its records (CALL_BYTES, KEY_BYTES); `--real N` prints
-instead what nodes on loopback send, by the TCP sockets of their p2pd. The last column is how often
-one peer asks one node in 10 s at most, of which dht/rpc.py (`RequestLimit`) answers so many.
+those of dht/keepers.py: the five nodes nearest to it, of which a look asks one, and a bootstrap,
+which every other look asks as well, and which has no news then. What is modelled is the time only,
+and the bytes of a call beside its records (CALL_BYTES, KEY_BYTES); `--real N` prints instead what
+nodes on loopback send, by the TCP sockets of their p2pd. The last column is how often one peer asks
+one node in 10 s at most, of which dht/rpc.py (`RequestLimit`) answers so many.
 
 The row "before" is the rule that was there until protocol 3: with every heartbeat of 10 s each peer
 reads the records of all peers of all stages from all nodes near their key, twenty at most, searches
@@ -78,7 +79,7 @@ LIMIT_S = 10.0
 COLUMNS = (
     *(Column(name) for name in ("peers", "stages")),
     Column("round, s", ".0f"),
-    *(Column(name, ",.0f") for name in ("before", "now", "most")),
+    *(Column(name, ",.0f") for name in ("before", "now", "most", "bootstrap")),
     *(Column(name, ".0f") for name in ("told every, s", "seen for, s", "asked in 10 s")),
 )
 
@@ -193,8 +194,8 @@ class Topic:
 
 
 class SwarmTraffic:
-    """Peers of several stages; `sent` are the bytes that each node put on its line, `most_asked`
-    the most calls of one peer to one node in ASKED_WITHIN_S.
+    """Peers of several stages, and a bootstrap, the last node; `sent` are the bytes that each node
+    put on its line, `most_asked` the most calls of one peer to one node in ASKED_WITHIN_S.
     """
 
     def __init__(
@@ -216,7 +217,8 @@ class SwarmTraffic:
         self._heartbeat_s = heartbeat_s
         self._cadences = [Cadence(heartbeat_s=heartbeat_s, now_s=0.0) for _ in range(peers)]
         self.peers = peers
-        self.sent = [0.0] * peers
+        self.sent = [0.0] * (peers + 1)
+        self._asks_bootstrap = [False] * peers
         self.most_asked = 0
         self._asked: Counter[tuple[int, int]] = Counter()
         self._window = 0
@@ -231,8 +233,8 @@ class SwarmTraffic:
         while self._events and self._events[0][0] < seconds:
             now, _, peer, act = heapq.heappop(self._events)
             self._at(now + act(peer, now), peer, act)
-        for peer in range(self.peers):
-            self.sent[peer] += UPKEEP_BYTES_PER_S * seconds
+        for node in range(self.peers + 1):
+            self.sent[node] += UPKEEP_BYTES_PER_S * seconds
 
     @property
     def cadence(self) -> Cadence:
@@ -300,24 +302,29 @@ class SwarmTraffic:
 
     def _read(self, peer: int, names: list[str], now: float) -> None:
         """One look: of each key one keeper is asked, and one call serves the keys that it keeps."""
-        left = names
+        left, bootstrap = names, self.peers
+        self._asks_bootstrap[peer] = not self._asks_bootstrap[peer]
         while left:
-            keepers = self._topic(left[0], 0).keepers
-            local = peer in keepers
-            asked = peer if local else self._dice.choice(keepers)
+            others = [node for node in self._topic(left[0], 0).keepers[:KEEPERS] if node != peer]
+            asked = self._dice.choice(others)
             kept = [name for name in left if asked in self._topic(name, 0).keepers]
             left = [name for name in left if name not in kept]
             for name in kept:
                 topic = self._topic(name, 0)
                 news = topic.news(self._looked.get((peer, name), -1.0), now)
                 self._looked[peer, name] = now
-                if not local:
-                    self.sent[peer] += KEY_BYTES + MARK_BYTES * len(topic.owners)
-                    self.sent[asked] += news * topic.record_bytes
-            if not local:
-                self.sent[peer] += CALL_BYTES / 2
-                self.sent[asked] += CALL_BYTES / 2
-                self._count(peer, asked, now)
+                self.sent[peer] += KEY_BYTES + MARK_BYTES * len(topic.owners)
+                self.sent[asked] += news * topic.record_bytes
+            self._call(peer, asked, now)
+        if self._asks_bootstrap[peer]:
+            known = sum(len(self._topic(name, 0).owners) for name in names)
+            self.sent[peer] += KEY_BYTES * len(names) + MARK_BYTES * known
+            self._call(peer, bootstrap, now)
+
+    def _call(self, peer: int, asked: int, now: float) -> None:
+        self.sent[peer] += CALL_BYTES / 2
+        self.sent[asked] += CALL_BYTES / 2
+        self._count(peer, asked, now)
 
     def _count(self, peer: int, asked: int, now: float) -> None:
         """A call at this time, which does not fall."""
@@ -330,7 +337,7 @@ class SwarmTraffic:
         if name not in self._topics:
             place = _distance_id(name)
             nearest = sorted(range(self.peers), key=lambda node: self._nodes[node] ^ place)
-            self._topics[name] = Topic(record_bytes, tuple(nearest[:KEEPERS]))
+            self._topics[name] = Topic(record_bytes, (*nearest[:KEEPERS], self.peers))
         topic = self._topics[name]
         topic.record_bytes = record_bytes or topic.record_bytes
         return topic
@@ -409,7 +416,7 @@ def row(
         peers=peers, stages=stages, round_s=round_s, sizes=sizes, heartbeat_s=heartbeat_s
     )
     swarm.run(seconds)
-    rates = [sent / seconds for sent in swarm.sent]
+    *rates, bootstrap = [sent / seconds for sent in swarm.sent]
     cadence = swarm.cadence
     return (
         peers,
@@ -418,6 +425,7 @@ def row(
         before(peers, stages, round_s, sizes),
         sum(rates) / peers,
         max(rates),
+        bootstrap,
         cadence.announce_s,
         cadence.lifetime_s,
         swarm.most_asked,

@@ -4,9 +4,10 @@ is Kademlia's walk alone.
 The nodes nearest to a key keep what is under it, and the run's bootstraps. The former change only
 where nodes come and go near it, so they are searched for every ten minutes and not with every call.
 A value goes to all of them; a question goes to one of them at random, another one each time, and
-says what is known already: what one of them missed is heard from the next. Every other question
-goes to a bootstrap: whoever draws keys until five are next to one of the swarm's is all that is
-nearest to it, and could keep peers from each other by silence.
+says what is known already: what one of them missed is heard from the next. Every other time a
+bootstrap is asked as well, and has nothing to tell but what was missed: whoever draws keys until
+five are next to one of the swarm's is all that is nearest to it, and could keep peers from each
+other by silence.
 """
 
 from __future__ import annotations
@@ -96,10 +97,8 @@ class Keepers:
             if not nodes:
                 heard.add(key, self._own(key))
         left = {key for key in todo if thorough or not heard.answered(key)}
-        self._bootstrap_next = not self._bootstrap_next
-        first = self._bootstraps.keys() if self._bootstrap_next else set[DHTID]()
         while left := {key for key in left if todo[key]}:
-            asked = _one_of_each({key: todo[key] for key in left}, first)
+            asked = _one_of_each({key: todo[key] for key in left}, self._bootstraps)
             calls = [self._hear(peer, keys, heard) for peer, keys in asked.items()]
             for (peer, keys), answered in zip(
                 asked.items(), await asyncio.gather(*calls), strict=True
@@ -107,6 +106,19 @@ class Keepers:
                 for key in keys:
                     todo[key] = {node: at for node, at in todo[key].items() if at != peer}
                 left -= set(keys) if answered and not thorough else set()
+        self._bootstrap_next = not self._bootstrap_next
+        if self._bootstrap_next:
+            await self._ask_a_bootstrap(todo, heard)
+
+    async def _ask_a_bootstrap(
+        self, not_asked: Mapping[DHTID, Mapping[DHTID, PeerID]], heard: _Heard
+    ) -> None:
+        """Of what it was not asked yet, if it may answer."""
+        left = {peer for nodes in not_asked.values() for peer in nodes.values()}
+        if bootstraps := [peer for peer in self._bootstraps.values() if peer in left]:
+            peer = random.choice(bootstraps)
+            keys = [key for key, nodes in not_asked.items() if peer in nodes.values()]
+            await self._hear(peer, keys[:MAX_KEYS], heard)
 
     async def _hear(self, peer: PeerID, keys: Collection[DHTID], heard: _Heard) -> bool:
         """Ask a keeper of these keys; whether it answered."""
@@ -253,16 +265,17 @@ class _Heard:
 
 
 def _one_of_each(
-    keepers: Mapping[DHTID, Mapping[DHTID, PeerID]], first: Collection[DHTID]
+    keepers: Mapping[DHTID, Mapping[DHTID, PeerID]], last: Collection[DHTID]
 ) -> dict[PeerID, list[DHTID]]:
-    """A keeper at random for every key, one of the `first` where it is any, and few of them: who is
-    asked is asked for all it keeps.
+    """A keeper at random for every key, one of the `last` where there is no other, and few of them:
+    who is asked is asked for all it keeps.
     """
     left: list[DHTID] = list(keepers)
     asked = dict[PeerID, list[DHTID]]()
     while left:
         nodes = keepers[left[0]]
-        peer = random.choice([nodes[each] for each in nodes if each in first] or [*nodes.values()])
+        others = [peer for node, peer in nodes.items() if node not in last]
+        peer = random.choice(others or list(nodes.values()))
         asked[peer] = [key for key in left if peer in keepers[key].values()][:MAX_KEYS]
         left = [key for key in left if key not in asked[peer]]
     return asked

@@ -102,7 +102,7 @@ def test_what_silent_keys_next_to_a_key_keep_to_themselves_is_heard_from_a_boots
         assert await keepers.store({KEY: Entry(b"me", b"here", LATE)})
         assert wires.bootstrap in wires.kept
         looks = [await look(keepers) for _ in range(LOOKS)]
-        assert all(looks[::2]) or all(looks[1::2]), "every other one asks the bootstrap"
+        assert all(looks[::2]) or all(looks[1::2]), "every other one asks the bootstrap, too"
         assert [e.value for e in await keepers.everything(KEY, timeout_s=5.0)] == [b"here"]
 
     asyncio.run(scene())

@@ -9,6 +9,7 @@ each time: what honest peers must not take up.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import sys
 import tempfile
@@ -18,19 +19,24 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from hivemind.dht.routing import DHTID
 from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.proto.runtime_pb2 import ExpertResponse
 
+from dilocox.dht import protocol
+from dilocox.dht.clock import RunClock
 from dilocox.dht.errors import DilocoxError
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
 from dilocox.dht.join import Joined, join_run
-from dilocox.dht.protocol import MAX_KEYS, RunProtocol
+from dilocox.dht.node import RunDHT, open_dht
+from dilocox.dht.protocol import MAX_KEYS, NEAREST, RunProtocol, node_id_of
 from dilocox.dht.records import (
     MAX_LIFETIME_S,
     BellRecord,
@@ -46,6 +52,7 @@ from dilocox.dht.records import (
 from dilocox.dht.rpc import REFUSED, handler_name, pack
 from dilocox.dht.swarm import Swarm
 from dilocox.dht.upload_limit import CHUNK_BYTES
+from dilocox.dht.validator import RunRecordValidator
 from dilocox.peer.chain.archive_keeper import ArchiveService
 from dilocox.peer.chain.chain_client import Fetched, Limits
 from dilocox.peer.chain.snapshot_files import write_state
@@ -92,6 +99,7 @@ class Hostile:
         self._given = Counter[str]()  # bytes, by kind
         self._before: tuple[StageAnchor, RoundRecord] | None = None
         self._crowd = 0
+        self._nodes: list[RunDHT] = []
         self._places: list[asyncio.Task[None]] = []
         self._chunks = 0
         self._loop = asyncio.new_event_loop()
@@ -197,6 +205,25 @@ class Hostile:
         self._crowd += FRESH_KEYS
         return {"in_view": len(self.place.swarm.read(stage_key(run, 0), StageRecord) or {})}
 
+    def keepers(self) -> dict[str, Any]:
+        """A9: nodes of keys that were drawn until they are all that is nearest to the key of stage
+        0 take what they are given, and tell nobody of it.
+        """
+        key = stage_key(self.place.run, 0)
+        if not self._nodes:
+            hosts = self.place.swarm.read(key, StageRecord) or {}
+            honest = min(map(partial(_distance, key), {*hosts, *self.place.dht.bootstraps}))
+            protocol.entries_of = lambda stored: []
+            for number in itertools.count():
+                drawn = Identity.load_or_create(self._folder / f"drawn-{number}.key")
+                if _distance(key, drawn.peer_id) < honest:
+                    self._nodes.append(self._node(drawn))
+                    if len(self._nodes) == NEAREST:
+                        break
+        for node in self._nodes:  # whom they ask know them from then on
+            node.find_news({key: ()}, thorough=True, timeout_s=10.0)
+        return {"nodes": len(self._nodes)}
+
     def reserves(self) -> dict[str, Any]:
         """A9: every key leads a replica, says that all peers of stage 1 are in it, and does nothing
         with those that let it."""
@@ -225,6 +252,17 @@ class Hostile:
         return {"streams": len(self._places), "chunks": self._chunks}
 
     # ---- pieces ----------------------------------------------------------------------------------
+    def _node(self, identity: Identity) -> RunDHT:
+        return open_dht(
+            identity=identity,
+            bootstraps=self.place.dht.visible_addresses(),
+            listen=["/ip4/127.0.0.1/tcp/0"],
+            announce=(),
+            client_mode=False,
+            validator=RunRecordValidator(self.place.run, identity),
+            clock=RunClock(),
+        )
+
     def _newest(self) -> tuple[StageAnchor, RoundRecord]:
         """The anchor of the newest record, and the record."""
         taken: list[StageAnchor] = []
@@ -439,6 +477,10 @@ def _round(claim: ClaimRecord) -> int:
     return claim.round
 
 
+def _distance(key: str, peer: str) -> int:
+    return DHTID.generate(key).xor_distance(node_id_of(PeerID.from_base58(peer).to_bytes()))
+
+
 ATTACKS: dict[str, Callable[[Hostile], dict[str, Any]]] = {
     "records": Hostile.records,
     "forks": Hostile.forks,
@@ -449,6 +491,7 @@ ATTACKS: dict[str, Callable[[Hostile], dict[str, Any]]] = {
     "heads": Hostile.heads,
     "hosts": Hostile.hosts,
     "crowds": Hostile.crowds,
+    "keepers": Hostile.keepers,
     "reserves": Hostile.reserves,
     "searches": Hostile.searches,
     "places": Hostile.places,

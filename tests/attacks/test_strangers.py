@@ -101,6 +101,7 @@ def taken(swarm: ProcessSwarm) -> list[RoundRecord]:
         "rounds",  # A2: of rounds that will never be
         "heads",  # A8: of more replicas than there are, which ring far on and not here
         "crowds",  # A9: of more and more keys that say that they host the stage
+        "keepers",  # A9: of nodes with drawn keys, which are all that keeps what the others say
         "searches",  # A3: in one call one key again and again
         "places",  # A9: all downloads and streams that it can hold, with keys of its own
     ],

@@ -1,13 +1,16 @@
 """Which nodes keep the values under a key, and what they are told and asked. Apart from node.py: it
 is Kademlia's walk alone.
 
-The nodes nearest to a key keep what is under it, and the run's bootstraps. The former change only
-where nodes come and go near it, so they are searched for every ten minutes and not with every call.
-A value goes to all of them; a question goes to one of them at random, another one each time, and
-says what is known already: what one of them missed is heard from the next. Every other time a
-bootstrap is asked as well, and has nothing to tell but what was missed: whoever draws keys until
-five are next to one of the swarm's is all that is nearest to it, and could keep peers from each
-other by silence.
+The nodes nearest to a key keep what is under it. They change only where nodes come and go near it,
+so they are searched for every ten minutes, beside what is asked meanwhile. A value goes to all of
+them; a question goes to one of them at random, another one each time, and says what is known
+already: what one of them missed is heard from the next.
+
+But whoever draws keys until five are next to one of the swarm's is all that is nearest to it, and
+could keep peers from each other, by silence or by answers that are late. So the run's bootstraps
+keep everything as well. They are told at once, whatever becomes of the others. They are asked after
+the others, so that they have nothing to tell but what was missed: for every key every other time,
+and each time where nobody else answered, and a part of the time is theirs.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import contextlib
 import random
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Awaitable, Collection, Iterable, Mapping
 from typing import Any
 
 from hivemind.dht.node import DHTNode
@@ -34,9 +37,13 @@ from dilocox.dht.protocol import (
 )
 
 SEARCH_AGAIN_S = 600.0
+SEARCH_WAIT_S = 2.5  # that a value waits for a search
 MAX_HOPS = 8  # of a search; each halves the distance to the key at least
 ASKED_AT_ONCE = 2  # nodes for one key in one hop
 MAX_REMEMBERED = 256  # keys
+OTHERS_SHARE = 0.6  # of the time of a question, before a bootstrap is asked
+PAUSE_S = 30.0  # for which a bootstrap that gave no answer is left alone
+LATER_S = 1.0  # after the first answer of all, for which the others are waited for
 
 
 class Keepers:
@@ -47,20 +54,19 @@ class Keepers:
         self._node = node
         peers = [PeerID.from_base58(peer) for peer in bootstraps]
         self._bootstraps = {node_id_of(peer.to_bytes()): peer for peer in peers}
-        self._always = self._bootstraps | ({node.node_id: node.peer_id} if keeps_all else {})
-        self._bootstrap_next = False
+        self._keeps_all = keeps_all
+        self._silent_until: dict[PeerID, float] = {}  # bootstraps, on the monotonic clock
+        self._bootstrap_asked = set[DHTID]()  # when these keys were asked for last
         self._nodes: dict[DHTID, dict[DHTID, PeerID]] = {}
         self._searched_at: dict[DHTID, float] = {}
+        self._searches: dict[DHTID, asyncio.Task[None]] = {}
 
     async def store(self, entries: Mapping[DHTID, Entry]) -> bool:
-        """Give each entry to all keepers of its key; whether every one was taken by one at least.
-
-        Where all keepers of a key are gone, those that are left are searched and told.
-        """
-        left = await self._give(entries)
-        if left and self._forget(left):
-            left = await self._give({key: entries[key] for key in left})
-        return not left
+        """Give each entry to all keepers of its key; whether each was taken by one at least."""
+        kept = {key for key in entries if self._keeps_all and self._keep(key, entries[key])}
+        bootstraps = dict.fromkeys(entries, self._bootstraps_that_answer())
+        taken = await asyncio.gather(self._give(entries, bootstraps), self._give_nearest(entries))
+        return kept.union(*taken) == entries.keys()
 
     async def news(
         self, known: Mapping[DHTID, Collection[bytes]], *, thorough: bool, timeout_s: float
@@ -70,35 +76,56 @@ class Keepers:
         Keys of which no keeper answered in time are left out. `thorough`: all keepers are asked,
         not one.
         """
-        heard = _Heard(known)
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._ask(heard, thorough=thorough), timeout_s)
+        heard, end = _Heard(known), time.monotonic() + timeout_s
+        bootstraps = list(self._bootstraps_that_answer().values())
+        share = OTHERS_SHARE if bootstraps else 1.0
+        self._aim(known)
+        await _in_time(self._ask(heard, thorough=thorough), share * timeout_s)
+        due = [
+            key
+            for key in known
+            if thorough or not heard.answered(key) or key not in self._bootstrap_asked
+        ]
+        self._bootstrap_asked = (self._bootstrap_asked - known.keys()) | set(due)
+        if len(self._bootstrap_asked) > MAX_REMEMBERED:
+            self._bootstrap_asked.clear()
+        asked = bootstraps if thorough else bootstraps and [random.choice(bootstraps)]
+        parts = [due[start : start + MAX_KEYS] for start in range(0, len(due), MAX_KEYS)]
+        calls = [self._hear(peer, part, heard) for peer in asked for part in parts]
+        await _in_time(asyncio.gather(*calls), end - time.monotonic())
         return heard.by_key()
 
     async def everything(self, key: DHTID, *, timeout_s: float) -> list[Entry]:
-        """All values under a key, of all keepers at once: for what is little and cannot wait."""
+        """All values under a key, of all keepers at once: for what is little, and waits for nobody
+        who is late.
+        """
         heard = _Heard({key: ()})
         heard.add(key, self._own(key))
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._ask_all(key, heard), timeout_s)
+        self._aim([key])
+        peers = [*self._others_near(key).values(), *self._bootstraps_that_answer().values()]
+        asked = [asyncio.ensure_future(self._hear(peer, [key], heard)) for peer in peers]
+        try:
+            if asked:
+                first = asyncio.FIRST_COMPLETED
+                _, left = await asyncio.wait(asked, timeout=timeout_s, return_when=first)
+                if left:
+                    await asyncio.wait(left, timeout=LATER_S)
+        finally:
+            for each in asked:
+                each.cancel()
         return heard.by_key()[key]
 
-    async def _ask_all(self, key: DHTID, heard: _Heard) -> None:
-        nodes = (await self._of([key]))[key]
-        peers = [peer for node, peer in nodes.items() if node != self._node.node_id]
-        await asyncio.gather(*(self._hear(peer, [key], heard) for peer in peers))
-
     async def _ask(self, heard: _Heard, *, thorough: bool) -> None:
-        todo = {key: dict(nodes) for key, nodes in (await self._of(heard.marks)).items()}
-        for key, nodes in todo.items():
+        """Ask those nearest to the keys."""
+        todo = {key: self._others_near(key) for key in heard.marks}
+        if self._keeps_all or not self._bootstraps:
             # also the first node of a swarm, which may only dial out, knows what there is; beside
             # other keepers what lies here is no answer: they may not tell this node everything
-            nodes.pop(self._node.node_id, None)
-            if not nodes:
+            for key in [each for each, nodes in todo.items() if not nodes]:
                 heard.add(key, self._own(key))
         left = {key for key in todo if thorough or not heard.answered(key)}
         while left := {key for key in left if todo[key]}:
-            asked = _one_of_each({key: todo[key] for key in left}, self._bootstraps)
+            asked = _one_of_each({key: todo[key] for key in left})
             calls = [self._hear(peer, keys, heard) for peer, keys in asked.items()]
             for (peer, keys), answered in zip(
                 asked.items(), await asyncio.gather(*calls), strict=True
@@ -106,26 +133,12 @@ class Keepers:
                 for key in keys:
                     todo[key] = {node: at for node, at in todo[key].items() if at != peer}
                 left -= set(keys) if answered and not thorough else set()
-        self._bootstrap_next = not self._bootstrap_next
-        if self._bootstrap_next:
-            await self._ask_a_bootstrap(todo, heard)
-
-    async def _ask_a_bootstrap(
-        self, not_asked: Mapping[DHTID, Mapping[DHTID, PeerID]], heard: _Heard
-    ) -> None:
-        """Of what it was not asked yet, if it may answer."""
-        left = {peer for nodes in not_asked.values() for peer in nodes.values()}
-        if bootstraps := [peer for peer in self._bootstraps.values() if peer in left]:
-            peer = random.choice(bootstraps)
-            keys = [key for key, nodes in not_asked.items() if peer in nodes.values()]
-            await self._hear(peer, keys[:MAX_KEYS], heard)
 
     async def _hear(self, peer: PeerID, keys: Collection[DHTID], heard: _Heard) -> bool:
         """Ask a keeper of these keys; whether it answered."""
         answer = await self._protocol.call_news(peer, {key: heard.marks[key] for key in keys})
         if answer is None:
             self._miss(peer, keys)
-            self._node.blacklist.register_failure(peer)
             return False
         self._node.blacklist.register_success(peer)
         for key, told in answer.items():
@@ -134,36 +147,57 @@ class Keepers:
         return True
 
     def _miss(self, peer: PeerID, keys: Iterable[DHTID]) -> None:
-        """It gave no answer: search anew, but for a bootstrap, which no search finds."""
-        if peer not in self._bootstraps.values():
+        """It gave no answer."""
+        if peer in self._bootstraps.values():  # not for longer and longer, as hivemind does
+            self._silent_until[peer] = time.monotonic() + PAUSE_S
+        else:
             self._forget(keys)
+            self._node.blacklist.register_failure(peer)
 
     def _own(self, key: DHTID) -> list[Entry]:
         return entries_of(self._protocol.storage.get(key))
 
-    async def _give(self, entries: Mapping[DHTID, Entry]) -> set[DHTID]:
-        """Those keys whose entry no keeper took."""
-        keepers, left = await self._of(entries), set(entries)
+    def _keep(self, key: DHTID, entry: Entry) -> bool:
+        return self._protocol.accepts(key, entry) and self._protocol.storage.store(
+            key, entry.value, entry.expires_at, subkey=entry.subkey
+        )
+
+    async def _give_nearest(self, entries: Mapping[DHTID, Entry]) -> set[DHTID]:
+        """Those keys whose entry one of the nodes nearest to them took.
+
+        Where all of them are gone, those that are left are searched and told.
+        """
+        await self._search_for(entries)
+        taken = await self._give(entries, {key: self._near(key) for key in entries})
+        left = {key: entries[key] for key in entries if key not in taken}
+        if left and self._forget(left):
+            await self._search_for(left)
+            taken |= await self._give(left, {key: self._near(key) for key in left})
+        return taken
+
+    async def _give(
+        self, entries: Mapping[DHTID, Entry], keepers: Mapping[DHTID, Mapping[DHTID, PeerID]]
+    ) -> set[DHTID]:
+        """Those keys whose entry one of these keepers took."""
+        taken = set[DHTID]()
         by_peer: dict[PeerID, list[DHTID]] = defaultdict(list)
         for key, entry in entries.items():
             for node_id, peer in keepers[key].items():
                 if node_id != self._node.node_id:
                     by_peer[peer].append(key)
-                elif self._protocol.accepts(key, entry) and self._protocol.storage.store(
-                    key, entry.value, entry.expires_at, subkey=entry.subkey
-                ):
-                    left.discard(key)
+                elif self._keep(key, entry):
+                    taken.add(key)
         calls = [
             self._call_store(peer, {key: entries[key] for key in keys})
             for peer, keys in by_peer.items()
         ]
         answers = await asyncio.gather(*calls)
-        for (peer, keys), taken in zip(by_peer.items(), answers, strict=True):
-            if taken is None:
+        for (peer, keys), done in zip(by_peer.items(), answers, strict=True):
+            if done is None:
                 self._miss(peer, keys)
             else:
-                left -= {key for key, done in zip(keys, taken, strict=False) if done}
-        return left
+                taken |= {key for key, stored in zip(keys, done, strict=False) if stored}
+        return taken
 
     async def _call_store(self, peer: PeerID, entries: Mapping[DHTID, Entry]) -> Any:
         return await self._protocol.call_store(
@@ -175,18 +209,60 @@ class Keepers:
         )
 
     # ---- who keeps a key -------------------------------------------------------------------------
-    async def _of(self, keys: Iterable[DHTID]) -> dict[DHTID, dict[DHTID, PeerID]]:
-        """The keepers of these keys, this node among them where it is one."""
-        keys = list(keys)
+    def _bootstraps_that_answer(self) -> dict[DHTID, PeerID]:
+        now = time.monotonic()
+        return {
+            node: peer
+            for node, peer in self._bootstraps.items()
+            if self._silent_until.get(peer, 0.0) <= now
+        }
+
+    def _near(self, key: DHTID) -> dict[DHTID, PeerID]:
+        """The nodes nearest to a key, but for bootstraps; this one where it is among them."""
+        return self._nearest(key, self._but_bootstraps(self._known(key)))
+
+    def _but_bootstraps(self, nodes: Mapping[DHTID, PeerID]) -> dict[DHTID, PeerID]:
+        return {node: peer for node, peer in nodes.items() if node not in self._bootstraps}
+
+    def _others_near(self, key: DHTID) -> dict[DHTID, PeerID]:
+        near = self._near(key)
+        near.pop(self._node.node_id, None)
+        return near
+
+    async def _search_for(self, keys: Iterable[DHTID]) -> None:
+        """Wait a while for the search for the keepers of these keys, where there is one."""
+        self._aim(keys)
+        searches = {self._searches[key] for key in keys if key in self._searches}
+        if searches:
+            await asyncio.wait(searches, timeout=SEARCH_WAIT_S)
+
+    def _aim(self, keys: Iterable[DHTID]) -> None:
+        """Search for the keepers of those keys of which it is time."""
         oldest = time.monotonic() - SEARCH_AGAIN_S
-        late = [key for key in keys if self._searched_at.get(key, oldest) <= oldest]
+        late = [
+            key
+            for key in keys
+            if key not in self._searches and self._searched_at.get(key, oldest) <= oldest
+        ]
         for start in range(0, len(late), MAX_KEYS):
-            await self._search(late[start : start + MAX_KEYS])
-        always = {each: peer for each, peer in self._always.items() if self._may_answer(peer)}
-        return {key: self._nearest(key, self._known(key)) | always for key in keys}
+            part = late[start : start + MAX_KEYS]
+            self._searches |= dict.fromkeys(part, asyncio.ensure_future(self._search(part)))
 
     async def _search(self, keys: list[DHTID]) -> None:
         """Ask the nearest nodes known for nearer ones, until there are none."""
+        try:
+            found = await self._found(keys)
+            for key in keys:
+                self._nodes[key] = self._nearest(key, self._but_bootstraps(found[key]))
+                self._searched_at[key] = time.monotonic()
+        finally:
+            for key in keys:
+                self._searches.pop(key, None)
+        while len(self._searched_at) > MAX_REMEMBERED:
+            oldest = min(self._searched_at, key=self._searched_at.__getitem__)
+            self._forget([oldest])
+
+    async def _found(self, keys: list[DHTID]) -> dict[DHTID, dict[DHTID, PeerID]]:
         asked: dict[DHTID, set[DHTID]] = {key: {self._node.node_id} for key in keys}
         found = {key: self._known(key) for key in keys}  # two threads' searches may meet here
         for _ in range(MAX_HOPS):
@@ -205,29 +281,21 @@ class Keepers:
                     self._node.blacklist.register_failure(peer)
                 for key in near:
                     found[key] |= {} if answer is None else answer[key]
-        for key in keys:
-            self._nodes[key] = self._nearest(key, found[key])
-            self._searched_at[key] = time.monotonic()
-        while len(self._searched_at) > MAX_REMEMBERED:
-            oldest = min(self._searched_at, key=self._searched_at.__getitem__)
-            self._forget([oldest])
+        return found
 
     def _known(self, key: DHTID) -> dict[DHTID, PeerID]:
         """Keepers as searched for, and nodes met since that are nearer."""
-        table = self._protocol.routing_table
-        met = dict(table.get_nearest_neighbors(key, NEAREST, exclude=self._node.node_id))
+        table, most = self._protocol.routing_table, NEAREST + len(self._bootstraps)
+        met = dict(table.get_nearest_neighbors(key, most, exclude=self._node.node_id))
         own = {} if self._protocol.client_mode else {self._node.node_id: self._node.peer_id}
         return self._nodes.get(key, {}) | met | own
 
     def _nearest(self, key: DHTID, nodes: Mapping[DHTID, PeerID]) -> dict[DHTID, PeerID]:
         own = self._node.node_id
-        answering = [each for each, peer in nodes.items() if self._may_answer(peer)]
+        answering = [each for each, peer in nodes.items() if peer not in self._node.blacklist]
         if all(each == own for each in answering):  # nobody answered: then it was our own line
             answering = list(nodes)
         return {each: nodes[each] for each in sorted(answering, key=key.xor_distance)[:NEAREST]}
-
-    def _may_answer(self, peer: PeerID) -> bool:
-        return peer not in self._node.blacklist
 
     def _forget(self, keys: Iterable[DHTID]) -> bool:
         """Search anew for the keepers of these keys; whether any had been searched for."""
@@ -264,18 +332,20 @@ class _Heard:
         return {key: list(entries.values()) for key, entries in self._entries.items()}
 
 
+async def _in_time(asked: Awaitable[object], timeout_s: float) -> None:
+    """Wait for this, but not for longer; what was heard by then is heard."""
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(asked, timeout_s)
+
+
 def _one_of_each(
-    keepers: Mapping[DHTID, Mapping[DHTID, PeerID]], last: Collection[DHTID]
+    keepers: Mapping[DHTID, Mapping[DHTID, PeerID]],
 ) -> dict[PeerID, list[DHTID]]:
-    """A keeper at random for every key, one of the `last` where there is no other, and few of them:
-    who is asked is asked for all it keeps.
-    """
+    """A keeper at random for every key, and few of them: who is asked is asked for all it keeps."""
     left: list[DHTID] = list(keepers)
     asked = dict[PeerID, list[DHTID]]()
     while left:
-        nodes = keepers[left[0]]
-        others = [peer for node, peer in nodes.items() if node not in last]
-        peer = random.choice(others or list(nodes.values()))
+        peer = random.choice(list(keepers[left[0]].values()))
         asked[peer] = [key for key in left if peer in keepers[key].values()][:MAX_KEYS]
         left = [key for key in left if key not in asked[peer]]
     return asked

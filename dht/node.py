@@ -125,7 +125,10 @@ async def declare(dht: RunDHT, node: DHTNode, key: str, subkey: bytes, expires_a
     key_id, looking = DHTID.generate(key), pack(True)
     record = DHTRecord(key_id.to_bytes(), pack(subkey), looking, expires_at)
     entry = Entry(subkey, protocol.record_validator.sign_value(record), expires_at)
-    return await dht.keepers.store({key_id: entry})
+    try:
+        return await asyncio.wait_for(dht.keepers.store({key_id: entry}), QUESTION_LIMIT_S)
+    except asyncio.TimeoutError:
+        return False
 
 
 async def declared(dht: RunDHT, _node: DHTNode, key: str) -> dict[bytes, float]:

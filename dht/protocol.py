@@ -16,6 +16,7 @@ for calls that are given up. So is how often one peer is answered.
 import asyncio
 import hashlib
 import logging
+import random
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -41,6 +42,7 @@ VALUES_OF_REQUEST = 8  # that count as one more call of `RequestLimit`
 # What does not fit is asked for again. A swarm of a thousand has less news between two looks than a
 # quarter of a MiB, and a crowd that writes without end costs no more than that.
 MAX_ANSWER_BYTES = 256 << 10
+LEAST_SHARE_BYTES = 8 << 10  # of an answer, for one key: more than the longest record has
 MAX_NEWS = MAX_ITEMS // 2  # values under one key in one answer, likewise
 NEAREST = 5  # nodes told for a key: so many keep its values
 MARK_BYTES = 4  # by which an asker says that it knows a value
@@ -222,21 +224,29 @@ class RunProtocol(DHTProtocol):
         _check_keys([question[:KEY_BYTES] for question in request.keys])
         self._met(request, context)
         response = dht_pb2.FindResponse(results=[], peer=self.node_info)
-        left = MAX_ANSWER_BYTES
-        for number, question in enumerate(request.keys):
-            key, known = DHTID.from_bytes(question[:KEY_BYTES]), _marks(question[KEY_BYTES:])
-            news: list[list[object]] = []
-            share = left // (len(request.keys) - number)  # no key takes the room of the next ones
-            entries = entries_of(self.storage.get(key))
-            for entry in sorted(entries, key=lambda entry: self.storage.came(entry.subkey)):
-                size = len(entry.value) + ENTRY_BYTES
-                if entry.mark not in known and size <= share and len(news) < MAX_NEWS:
-                    news.append([entry.subkey, entry.value, entry.expires_at])
-                    share -= size
-                    left -= size
-            value = pack(news) if news else b""
-            response.results.append(dht_pb2.FindResult(type=dht_pb2.FOUND_DICTIONARY, value=value))
+        told, left = dict[bytes, bytes](), MAX_ANSWER_BYTES
+        # in another order each time: no key takes the room of all others, again and again
+        for number, question in enumerate(random.sample(request.keys, len(request.keys))):
+            share = min(left, max(left // (len(request.keys) - number), LEAST_SHARE_BYTES))
+            news, used = self._news(question, share)
+            told[question] = pack(news) if news else b""
+            left -= used
+        for question in request.keys:
+            result = dht_pb2.FindResult(type=dht_pb2.FOUND_DICTIONARY, value=told[question])
+            response.results.append(result)
         return response
+
+    def _news(self, question: bytes, most_bytes: int) -> tuple[list[list[object]], int]:
+        """What is told of one key, and its bytes."""
+        key, known = DHTID.from_bytes(question[:KEY_BYTES]), _marks(question[KEY_BYTES:])
+        news, used = list[list[object]](), 0
+        entries = entries_of(self.storage.get(key))
+        for entry in sorted(entries, key=lambda entry: self.storage.came(entry.subkey)):
+            size = len(entry.value) + ENTRY_BYTES
+            if entry.mark not in known and used + size <= most_bytes and len(news) < MAX_NEWS:
+                news.append([entry.subkey, entry.value, entry.expires_at])
+                used += size
+        return news, used
 
     async def call_nearest(
         self, peer: PeerID, keys: Collection[DHTID]

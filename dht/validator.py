@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 CLOCK_SLACK_S = 10.0
 # hivemind's mark of a plain value, one without a subkey.
 PLAIN = pack(None)
-DECLARATIONS = (pack(True), pack(False))
+DECLARATION = pack(True)  # nobody takes one back
 REMEMBERED_VALUES = 8192
 
 
@@ -79,7 +79,7 @@ class RunRecordValidator(RecordValidatorBase):
 
     def sign_value(self, record: DHTRecord) -> bytes:
         """Seal a declaration of matchmaking; records come here in their envelopes already."""
-        if record.value not in DECLARATIONS:
+        if record.value != DECLARATION:
             return record.value
         sealed = seal(
             self._identity,
@@ -128,7 +128,7 @@ class RunRecordValidator(RecordValidatorBase):
         if record.key == self._manifest_key_id:
             # A subkey with a later expiry would push the manifest out of hivemind's storage.
             raise Refused("key", "a declaration in the place of the manifest")
-        if envelope.payload not in DECLARATIONS:
+        if envelope.payload != DECLARATION:
             raise Refused("type", "neither a record nor a declaration")
         _check_owner(envelope, record)
         _check_expiry(envelope, MAX_DECLARATION_LIFETIME_S)

@@ -40,21 +40,27 @@ class Vacancies:
     me: peer id of the head. num_stages: of the run.
     members: by stage, whether the member it has can only dial out; stage 0 is the head itself.
         All other stages are to be filled.
-    round_trips: measured, in seconds, by peer. avoid: peers not to ask now, such as the dead.
+    round_trips: measured, in seconds, by peer. helped: peers with whom the head has trained.
+        said_no: when a peer did so last, of any clock. avoid: peers not to ask now, such as the
+        dead.
     """
 
     me: str
     num_stages: int
     members: Mapping[int, bool]
     round_trips: Mapping[str, float] = field(default_factory=dict[str, float])
+    helped: Collection[str] = ()
+    said_no: Mapping[str, float] = field(default_factory=dict[str, float])
     avoid: Collection[str] = ()
 
 
 def candidates(records: Records, vacancies: Vacancies) -> dict[int, tuple[str, ...]]:
     """For every vacant stage the peers to ask, the best first; empty where there is nobody.
 
-    Spares first; then nearest first, those of unknown round trip last. Where other heads can only
-    dial out, so that only peers that can be reached may stand beside them, those come last.
+    Spares first; then those that have helped, then those that never said no or longest ago: a crowd
+    may say that it is spare, near, and busy just now. Then nearest first, those of unknown round
+    trip last. Where other heads can only dial out, so that only peers that can be reached may stand
+    beside them, those come last of all spares.
     """
     found: dict[int, tuple[str, ...]] = {}
     generous = _leaves_the_reachable(records, vacancies)
@@ -172,8 +178,9 @@ def _leaves_the_reachable(records: Records, vacancies: Vacancies) -> bool:
 
 def _order(
     peer: str, record: StageRecord, vacancies: Vacancies, generous: bool
-) -> tuple[bool, bool, float, bytes]:
+) -> tuple[bool, bool, bool, float, float, bytes]:
     own_order = hashlib.sha256(f"{vacancies.me} {peer}".encode()).digest()
     wanted_elsewhere = generous and not record.client_mode
     round_trip_s = vacancies.round_trips.get(peer, math.inf)
-    return record.state != "spare", wanted_elsewhere, round_trip_s, own_order
+    new, said_no = peer not in vacancies.helped, vacancies.said_no.get(peer, -math.inf)
+    return record.state != "spare", wanted_elsewhere, new, said_no, round_trip_s, own_order

@@ -22,7 +22,7 @@ from dilocox.pipeline.network import Network
 PING_LIMIT_S = 1.0
 REQUEST_LIMIT_S = 2.0
 AVOID_S = 5.0  # how long a peer that gave no answer is not asked again
-# how long one comes last that does not come, or with which no inner step ends: at first, at most
+# how long one comes last that answers, and with which no inner step ends: at first, and at most
 BLAMED_S, MOST_BLAMED_S = 20.0, 1200.0
 SAME_LINK_S = 60.0  # a link that breaks twice within so long is given up, and its lower peer
 PINGED_AT_ONCE = 32
@@ -96,6 +96,8 @@ class Recruiter:
         self._avoid: dict[str, float] = {}
         self._blamed = dict[str, tuple[int, float]]()  # how often since an inner step, until when
         self._round_trips: dict[str, float] = {}
+        self._helped = set[str]()  # with whom an inner step ended
+        self._said_no: dict[str, float] = {}  # when last
 
     def recruit(self, replica: Replica, vacant: set[int], *, until: float) -> str:
         """Reserve a peer for each of these stages, the nearest first; why it failed, or empty. No
@@ -104,6 +106,8 @@ class Recruiter:
         now = self._clock()
         self._avoid = {peer: until for peer, until in self._avoid.items() if until > now}
         records = self._records()
+        present = {peer for here in records.values() for peer in here}
+        self._said_no = {peer: at for peer, at in self._said_no.items() if peer in present}
         vacancies = self._vacancies(replica, {p for p, (_, at) in self._blamed.items() if at > now})
         if missing(records, vacancies):  # then those will do
             vacancies = self._vacancies(replica, ())
@@ -140,6 +144,8 @@ class Recruiter:
             num_stages=self._num_stages,
             members={stage: replica.clients[stage] for stage in replica.members},
             round_trips=self._round_trips,
+            helped=self._helped,
+            said_no=self._said_no,
             avoid={*self._avoid, *last},
         )
 
@@ -171,7 +177,7 @@ class Recruiter:
         if answer is None:
             self.avoid([peer])
         if answer is None or answer.frame.kind != "yes":
-            self.blame([peer])  # however near it says that it is: there may be hundreds of its kind
+            self._said_no[peer] = self._clock()
             return False
         before = replica.members.get(stage)
         if before is not None:  # another one turned out to fit better
@@ -227,7 +233,7 @@ class Recruiter:
             self._round_trips.pop(peer, None)
 
     def blame(self, peers: Iterable[str]) -> None:
-        """Ask peers last that do not come, or with which no inner step ends: each time for twice as
+        """Ask peers last that answer, and with which no inner step ends: each time for twice as
         long.
         """
         for peer in peers:
@@ -239,6 +245,7 @@ class Recruiter:
         """An inner step has ended with these."""
         for peer in peers:
             self._blamed.pop(peer, None)
+            self._helped.add(peer)
 
     def ask_all(
         self,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import multiprocessing
 import sys
 import tempfile
 import threading
@@ -75,6 +76,7 @@ from tests.peer.kept_chains import reduced_alone
 from tests.peer.told_records import remembering
 
 KEYS, FRESH_KEYS = 12, 100
+LATE_S = 1.5  # other nodes wait for an answer for half a second longer
 PAUSE_S = 1.0
 FAR_ROUNDS = (9_999_999_999, 2**53)
 NEVER = "f" * 64
@@ -100,6 +102,7 @@ class Hostile:
         self._before: tuple[StageAnchor, RoundRecord] | None = None
         self._crowd = 0
         self._nodes: list[RunDHT] = []
+        self._questions = multiprocessing.Value("i")  # of all of them
         self._places: list[asyncio.Task[None]] = []
         self._chunks = 0
         self._loop = asyncio.new_event_loop()
@@ -207,13 +210,13 @@ class Hostile:
 
     def keepers(self) -> dict[str, Any]:
         """A9: nodes of keys that were drawn until they are all that is nearest to the key of stage
-        0 take what they are given, and tell nobody of it.
+        0 take what they are given, and tell nobody of it; and that late.
         """
         key = stage_key(self.place.run, 0)
         if not self._nodes:
             hosts = self.place.swarm.read(key, StageRecord) or {}
             honest = min(map(partial(_distance, key), {*hosts, *self.place.dht.bootstraps}))
-            protocol.entries_of = lambda stored: []
+            self._keep_to_themselves()
             for number in itertools.count():
                 drawn = Identity.load_or_create(self._folder / f"drawn-{number}.key")
                 if _distance(key, drawn.peer_id) < honest:
@@ -222,7 +225,7 @@ class Hostile:
                         break
         for node in self._nodes:  # whom they ask know them from then on
             node.find_news({key: ()}, thorough=True, timeout_s=10.0)
-        return {"nodes": len(self._nodes)}
+        return {"nodes": len(self._nodes), "asked": self._questions.value}
 
     def reserves(self) -> dict[str, Any]:
         """A9: every key leads a replica, says that all peers of stage 1 are in it, and does nothing
@@ -252,6 +255,23 @@ class Hostile:
         return {"streams": len(self._places), "chunks": self._chunks}
 
     # ---- pieces ----------------------------------------------------------------------------------
+    def _keep_to_themselves(self) -> None:
+        """Have nodes that are made from now on tell nothing, and that late."""
+        questions, bounded = self._questions, RunProtocol._bounded
+
+        def late(self: RunProtocol, call: Any, limit: Any) -> Any:
+            answer = bounded(self, call, limit)
+
+            async def answer_late(request: Any, context: Any) -> Any:
+                questions.value += 1
+                await asyncio.sleep(LATE_S)
+                return await answer(request, context)
+
+            return answer_late
+
+        RunProtocol._bounded = late
+        protocol.entries_of = lambda stored: []
+
     def _node(self, identity: Identity) -> RunDHT:
         return open_dht(
             identity=identity,

@@ -32,6 +32,7 @@ BEGIN_LIMIT_S = 60.0
 JOINERS = 3
 HELD_S, HELD_LIMIT_S = 20.0, 90.0
 MOST_MORE_MB = 50.0
+LEAST_ASKED = 100  # times, nodes next to a key by those that look for what is under it
 LEAST_SHARE = 0.9 / 2  # of the honest rounds a minute, and a factor of two for busy machines
 
 
@@ -125,6 +126,7 @@ def test_what_a_stranger_does_moves_nobody_and_stops_nobody(
         f"{kind}, {times} times: {honest} rounds in {HONEST_S:.0f} s, {under_attack} under attack; "
         f"a joiner had two rounds after {joined_s:.0f} s; the bootstrap has {more_mb:.0f} MB more"
     )
+    assert kind != "keepers" or attack.done[-1]["asked"] > LEAST_ASKED
     assert kind != "crowds" or attack.done[-1]["in_view"] > 3 * FRESH_KEYS
     assert under_attack >= LEAST_SHARE * honest
     assert more_mb < MOST_MORE_MB

@@ -5,6 +5,7 @@ bootstraps.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,15 +15,17 @@ from hivemind.dht.node import Blacklist, DHTNode
 from hivemind.dht.routing import DHTID
 from hivemind.p2p import PeerID
 
+from dilocox.dht import keepers as keepers_module
 from dilocox.dht.identity import Identity
-from dilocox.dht.keepers import Keepers
+from dilocox.dht.keepers import LATER_S, PAUSE_S, SEARCH_WAIT_S, Keepers
 from dilocox.dht.protocol import NEAREST, Entry, node_id_of
 from dilocox.dht.rpc import NODE_REFUSALS, Counts
 from dilocox.dht.storage import BoundedStorage
 
-KEY = DHTID.generate("a key")
+KEY, OTHER = DHTID.generate("a key"), DHTID.generate("another key")
 LATE = 4e9
 LOOKS = 8
+LATE_S = 1.0
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +36,8 @@ def crowd(tmp_path_factory: pytest.TempPathFactory) -> list[Identity]:
 
 class Wires:
     """The nodes of a swarm, as one of them meets them. Those that are `near` lie next to the key;
-    of the rest `silent` ones say that they take what they are given, and tell nobody of it.
+    of the rest `silent` ones say that they take what they are given, and tell nobody of it; those
+    that are `late` answer after so many seconds.
     """
 
     def __init__(self, identities: Sequence[Identity]) -> None:
@@ -43,6 +47,7 @@ class Wires:
         )
         self.silent: Collection[PeerID] = ()
         self.gone: Collection[PeerID] = ()
+        self.late_s = dict[PeerID, float]()
         self.kept: dict[PeerID, dict[bytes | None, Entry]] = {}
         self.asked: list[PeerID] = []
         self.storage = BoundedStorage(Counts(NODE_REFUSALS))
@@ -66,11 +71,13 @@ class Wires:
         return True
 
     async def call_nearest(self, peer: PeerID, keys: Collection[DHTID]) -> Any:
+        await asyncio.sleep(self.late_s.get(peer, 0.0))
         return {key: {} for key in keys}
 
     async def call_store(
         self, peer: PeerID, values: Sequence[bytes], subkeys: Sequence[bytes], **_: Any
     ) -> list[bool] | None:
+        await asyncio.sleep(self.late_s.get(peer, 0.0))
         if peer in self.gone:
             return None
         for subkey, value in zip(subkeys, values, strict=True):
@@ -79,16 +86,17 @@ class Wires:
 
     async def call_news(self, peer: PeerID, known: Mapping[DHTID, Collection[bytes]]) -> Any:
         self.asked.append(peer)
+        await asyncio.sleep(self.late_s.get(peer, 0.0))
         if peer in self.gone:
             return None
         found = [] if peer in self.silent else list(self.kept.get(peer, {}).values())
         return {key: [e for e in found if e.mark not in marks] for key, marks in known.items()}
 
 
-async def look(keepers: Keepers) -> bool:
+async def look(keepers: Keepers, key: DHTID = KEY, **how: Any) -> bool:
     """Whether somebody tells of a value under the key."""
-    found = await keepers.news({KEY: ()}, thorough=False, timeout_s=5.0)
-    return bool(found.get(KEY))
+    found = await keepers.news({key: ()}, **{"thorough": False, "timeout_s": 5.0} | how)
+    return bool(found.get(key))
 
 
 def test_what_silent_keys_next_to_a_key_keep_to_themselves_is_heard_from_a_bootstrap(
@@ -101,15 +109,16 @@ def test_what_silent_keys_next_to_a_key_keep_to_themselves_is_heard_from_a_boots
         keepers = wires.keepers()
         assert await keepers.store({KEY: Entry(b"me", b"here", LATE)})
         assert wires.bootstrap in wires.kept
-        looks = [await look(keepers) for _ in range(LOOKS)]
-        assert all(looks[::2]) or all(looks[1::2]), "every other one asks the bootstrap, too"
+        looks = [(await look(keepers), await look(keepers, OTHER)) for _ in range(LOOKS)]
+        for one in zip(*looks, strict=True):  # whatever else is asked between
+            assert one in ((True, False) * (LOOKS // 2), (False, True) * (LOOKS // 2))
         assert [e.value for e in await keepers.everything(KEY, timeout_s=5.0)] == [b"here"]
 
     asyncio.run(scene())
 
 
 def test_while_the_bootstrap_is_away_the_others_are_asked(
-    crowd: list[Identity],
+    crowd: list[Identity], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scene() -> None:
         wires = Wires(crowd)
@@ -117,8 +126,46 @@ def test_while_the_bootstrap_is_away_the_others_are_asked(
         keepers = wires.keepers()
         assert await keepers.store({KEY: Entry(b"me", b"here", LATE)})
         assert all([await look(keepers) for _ in range(LOOKS)])
-        assert wires.asked.count(wires.bootstrap) == 1, "it is left alone for a while"
+        assert wires.bootstrap not in wires.asked, "it is left alone for a while"
         assert len(set(wires.asked)) > 1, "always the same one"
+        later = SimpleNamespace(monotonic=lambda: time.monotonic() + PAUSE_S)
+        monkeypatch.setattr(keepers_module, "time", later)
+        wires.gone = []
+        assert all([await look(keepers) for _ in range(2)])
+        assert wires.bootstrap in wires.asked
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("thorough", [False, True])
+def test_keys_that_answer_late_keep_nobody_from_a_bootstrap(
+    crowd: list[Identity], thorough: bool
+) -> None:
+    async def scene() -> None:
+        wires = Wires(crowd)
+        wires.silent, wires.late_s = wires.others, dict.fromkeys(wires.others, LATE_S)
+        keepers = wires.keepers()
+        storing = asyncio.create_task(keepers.store({KEY: Entry(b"me", b"here", LATE)}))
+        await asyncio.sleep(0.01)
+        assert wires.bootstrap in wires.kept, "it is told at once"
+        began = time.monotonic()
+        assert await look(keepers, thorough=thorough, timeout_s=0.5 * LATE_S)
+        assert await keepers.everything(KEY, timeout_s=5.0)
+        assert time.monotonic() - began < LATE_S + LATER_S
+        assert await asyncio.wait_for(storing, SEARCH_WAIT_S + 4 * LATE_S)
+
+    asyncio.run(scene())
+
+
+def test_what_nobody_answered_is_not_nothing(crowd: list[Identity]) -> None:
+    async def scene() -> None:
+        wires = Wires(crowd)
+        wires.gone, wires.others = [wires.bootstrap], []
+        for keeps_all, answered in ((False, set[DHTID]()), (True, {KEY})):
+            found = await wires.keepers(keeps_all=keeps_all).news(
+                {KEY: ()}, thorough=True, timeout_s=5.0
+            )
+            assert found.keys() == answered
 
     asyncio.run(scene())
 

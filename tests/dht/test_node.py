@@ -122,6 +122,20 @@ def test_one_thread_may_publish_while_another_reads(
     assert first[1].read_many(dict.fromkeys(keys, StageRecord)) == dict.fromkeys(keys, mine)
 
 
+def test_who_declares_itself_is_found_by_others_until_it_expires(first: Node, second: Node) -> None:
+    dhts, now = (first[0], second[0]), first[2].time()
+    names = [dht.peer_id.to_bytes() for dht in dhts]
+    for dht, name, lives_s in zip(dhts, names, (3.0, 60.0), strict=True):
+        assert dht.declare("a group", name, now + lives_s).result(10.0)
+    expiries = dict(zip(names, (now + 3.0, now + 60.0), strict=True))
+    assert second[0].declared("a group").result(10.0) == expiries
+    assert not first[0].declare("a group", names[1], now + 90.0).result(10.0), "not its own name"
+    assert first[0].declared("another group").result(10.0) == {}
+    while first[2].time() < now + 3.0:
+        time.sleep(0.1)
+    assert first[0].declared("a group").result(10.0) == {names[1]: now + 60.0}
+
+
 def test_record_is_replaced_by_its_owner(first: Node, second: Node, volunteer: Identity, run: str):
     for position in range(3):
         assert second[1].publish(part_key(run, 0), PartRecord(part=0, position=position), 60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -81,6 +82,20 @@ def test_a_head_that_has_the_choice_leaves_the_reachable_to_heads_that_have_not(
     ):
         vacancies = Vacancies(me="head", num_stages=2, members=members, round_trips=near)
         assert candidates(records, vacancies)[1] == expected
+
+
+def test_who_has_helped_comes_first_and_who_said_no_after_the_others_by_turns() -> None:
+    near = {f"near {number}": 0.01 for number in range(40)}
+    records = {1: dict.fromkeys((*near, "helped", "new"), stage_record())}
+    vacancies = Vacancies(
+        me="head", num_stages=2, members={0: False}, round_trips=near, helped={"helped"}
+    )
+    found = candidates(records, vacancies)[1]
+    assert (found[0], found[-1]) == ("helped", "new")
+    said_no = dict[str, float]()
+    for at in range(60):
+        said_no[candidates(records, replace(vacancies, helped=(), said_no=said_no))[1][0]] = at
+    assert {"helped", "new"} <= said_no.keys(), "however near the others say that they are"
 
 
 def test_a_stage_cannot_be_reached_if_all_its_peers_only_dial_out() -> None:

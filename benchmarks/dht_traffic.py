@@ -4,7 +4,7 @@ A swarm of peers that all train: each tells of itself, looks at the others and, 
 bell in every round. The intervals are those of peer/averaging/announcer.py and
 peer/rounds/round_end.py, the records real ones, encoded and sealed, and the keepers of a key
 those of dht/keepers.py: the five nodes nearest to it, of which a look asks one, and a bootstrap,
-which every other look asks as well, and which has no news then. What is modelled is the time only,
+which is asked for a key every other time, and has no news then. What is modelled is the time only,
 and the bytes of a call beside its records (CALL_BYTES, KEY_BYTES); `--real N` prints instead what
 nodes on loopback send, by the TCP sockets of their p2pd. The last column is how often one peer asks
 one node in 10 s at most, of which dht/rpc.py (`RequestLimit`) answers so many.
@@ -218,7 +218,7 @@ class SwarmTraffic:
         self._cadences = [Cadence(heartbeat_s=heartbeat_s, now_s=0.0) for _ in range(peers)]
         self.peers = peers
         self.sent = [0.0] * (peers + 1)
-        self._asks_bootstrap = [False] * peers
+        self._bootstrap_asked = set[tuple[int, str]]()
         self.most_asked = 0
         self._asked: Counter[tuple[int, int]] = Counter()
         self._window = 0
@@ -303,7 +303,6 @@ class SwarmTraffic:
     def _read(self, peer: int, names: list[str], now: float) -> None:
         """One look: of each key one keeper is asked, and one call serves the keys that it keeps."""
         left, bootstrap = names, self.peers
-        self._asks_bootstrap[peer] = not self._asks_bootstrap[peer]
         while left:
             others = [node for node in self._topic(left[0], 0).keepers[:KEEPERS] if node != peer]
             asked = self._dice.choice(others)
@@ -316,9 +315,11 @@ class SwarmTraffic:
                 self.sent[peer] += KEY_BYTES + MARK_BYTES * len(topic.owners)
                 self.sent[asked] += news * topic.record_bytes
             self._call(peer, asked, now)
-        if self._asks_bootstrap[peer]:
-            known = sum(len(self._topic(name, 0).owners) for name in names)
-            self.sent[peer] += KEY_BYTES * len(names) + MARK_BYTES * known
+        due = {(peer, name) for name in names} - self._bootstrap_asked
+        self._bootstrap_asked = (self._bootstrap_asked - {(peer, name) for name in names}) | due
+        if due:
+            known = sum(len(self._topic(name, 0).owners) for _, name in due)
+            self.sent[peer] += KEY_BYTES * len(due) + MARK_BYTES * known
             self._call(peer, bootstrap, now)
 
     def _call(self, peer: int, asked: int, now: float) -> None:

@@ -66,7 +66,7 @@ class Keepers:
         kept = {key for key in entries if self._keeps_all and self._keep(key, entries[key])}
         bootstraps = dict.fromkeys(entries, self._bootstraps_that_answer())
         taken = await asyncio.gather(self._give(entries, bootstraps), self._give_nearest(entries))
-        return kept.union(*taken) == entries.keys()
+        return kept.union(*taken) == set(entries)
 
     async def news(
         self, known: Mapping[DHTID, Collection[bytes]], *, thorough: bool, timeout_s: float

@@ -98,8 +98,8 @@ class Counts:
         return int(self._counts.sum())
 
 
-# By benchmarks/dht_traffic.py a peer asks one node at most 11 times in 10 s in swarms of 3 to 200,
-# and 434 times where the heartbeat is the shortest that a manifest may have, 0.1 s. Not in it are
+# By benchmarks/dht_traffic.py a peer asks one node at most 8 times in 10 s in swarms of 8 to 200,
+# and 589 times where the heartbeat is the shortest that a manifest may have, 0.1 s. Not in it are
 # matchmaking's searches, a few a second for some seconds, and those of a start. Of the calls of an
 # exchange one member gets a few tens at most from each of the others.
 ASKED_BY_ONE, ASKED_WITHIN_S = 1000, 10.0

@@ -224,7 +224,7 @@ class Hostile:
                     if len(self._nodes) == NEAREST:
                         break
         for node in self._nodes:  # whom they ask know them from then on
-            node.find_news({key: ()}, thorough=True, timeout_s=10.0)
+            node.find_news({key: ()}, thorough=True, timeout_s=2.0)
         return {"nodes": len(self._nodes), "asked": self._questions.value}
 
     def reserves(self) -> dict[str, Any]:

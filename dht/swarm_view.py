@@ -89,9 +89,10 @@ class SwarmView:
         told = self.run_claims.get(witness)
         return cut(told.written, MAX_TEXT) if told is not None else ""
 
-    def says_ended(self, end_tokens: int, witness: str) -> bool:
-        """Whether records of the whole run are held."""
-        return self.run_tokens(witness) >= end_tokens
+    def says_ended(self, end_tokens: int, witness: str, *, by_peers: bool = True) -> bool:
+        """Whether records of the whole run are held; `by_peers`: also where they alone say so."""
+        believed = by_peers or witness in self.run_claims
+        return believed and self.run_tokens(witness) >= end_tokens
 
     def shown(self, peer: str) -> str:
         """A peer as people see it, with the name that its record states."""

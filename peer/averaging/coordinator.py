@@ -469,7 +469,9 @@ class Coordinator(threading.Thread):
             free = not self.status.head and self.status.unsent_tokens == 0
             turn = int(self._clock.time() / MOVE_TURN_S)
             self.move_to = self._mover.observe(view.stages, free=free, turn=turn)
-        self._run_ended = said.says_ended(self._local.manifest.end_tokens, self._local.witness)
+        end, witness = self._local.manifest.end_tokens, self._local.witness
+        # before the first record nobody is known: a crowd would end what has not begun
+        self._run_ended = said.says_ended(end, witness, by_peers=newest is not None)
         return True
 
     @property

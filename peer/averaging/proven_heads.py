@@ -17,6 +17,7 @@ from dilocox.dht.swarm_view import Heads, SwarmView
 from dilocox.peer.rounds.record import RoundRecord
 from dilocox.peer.rounds.standing import FORGOTTEN_ROUNDS, credits, voters
 
+KNOWN_RECORDS = 2  # that somebody must be in before new keys count less
 PROVEN_ROUNDS = 3  # a spare may bring what it learnt before into the first one with a new head
 
 
@@ -48,6 +49,8 @@ class ProvenHeads:
         if newest is None:
             return None
         following = newest.round + 1
+        if all(each.credited < KNOWN_RECORDS for each in newest.standings):
+            return None  # after one record who is in none counts as well
         if stage:
             voting = voters(credits(view.stage, newest.standings, following))
             named = frozenset(view.stage[peer].replica for peer in voting)

@@ -34,6 +34,8 @@ ever moves to an earlier time, and that with notice. Pure rules over records: `n
 - a round far beyond the newest record and beyond what most replicas state is nobody's round; that
   after the newest record of any stage is everybody's, as one's own chain and the operator's archive
   say: a stage that a cut kept ahead of the others commits nothing before they have come to it;
+- before anybody counts, all do, but who is silent for a round's time after the bells of the others
+  is waited for no longer: keys that say that they lead replicas, and never ring, cost nothing;
 - of heads that do not count yet, inner steps and notice are waited for within a small share of the
   round: who is new and slow must come to a group, or it would never count.
 
@@ -54,7 +56,7 @@ import math
 import threading
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from statistics import median_low
+from statistics import median_high, median_low
 
 from dilocox.dht.clock import Clock
 from dilocox.dht.records import MAX_INDEX, BellRecord, ReplicaRecord
@@ -196,6 +198,25 @@ class RoundView:
         """Half of the replicas, rounded up, at least 2 where 2 are known."""
         known = max(1, len(self.replicas))
         return max((known + 1) // 2, min(2, known))
+
+
+def not_silent(
+    replicas: Mapping[str, ReplicaRecord],
+    bells: Mapping[str, BellRecord],
+    *,
+    head: str,
+    now_s: float,
+) -> dict[str, ReplicaRecord]:
+    """The replicas that this `head` waits for where none is known from records.
+
+    Once it has rung, and most who have rung have done so for as long as their round had taken,
+    those of whom there is a bell. bells: of one round; by what all see, so that heads find the same
+    time.
+    """
+    over = [bell.finished_at + bell.round_s for bell in bells.values()]
+    if head in bells and now_s > median_high(over):
+        return {each: replicas[each] for each in replicas.keys() & bells.keys()}
+    return dict(replicas)
 
 
 def newest_credible(own: int, last_record: int, stated: Iterable[int]) -> int:
@@ -365,7 +386,7 @@ class RoundKeeper:
             following = min(run_record, last_record + MAX_AHEAD) + 1
             if following == self.round + 1 and last_record < self.round:
                 # its own stage has none: where the group may still meet, a send is in time
-                times = self._view(self.round, view, own).schedule(now)
+                times = self._view(self.round, view, own, now).schedule(now)
                 if times is not None and now <= times.scheduled_at + self._meeting_s:
                     following = self.round
             if (newest := max(self._led_to(view, own), following)) > self.round:
@@ -386,7 +407,7 @@ class RoundKeeper:
                     send_after=None,
                     scheduled_at=None,
                 )
-            proposed = self._view(self.round, view, own).proposal(self._me, now)
+            proposed = self._view(self.round, view, own, now).proposal(self._me, now)
             if proposed is not None and here.own is not None:
                 here.own = replace(here.own, **vars(proposed))
             urgent = here.own != before
@@ -427,7 +448,7 @@ class RoundKeeper:
 
     def _set_times(self, view: SwarmView, own: ReplicaRecord | None, now: float) -> None:
         for number, known in list(self._known.items()):
-            known.times = self._view(number, view, own).schedule(now)
+            known.times = self._view(number, view, own, now).schedule(now)
             over = known.times is None or now > known.times.scheduled_at + self._meeting_s
             if over and number < self.round:
                 del self._known[number]
@@ -436,12 +457,16 @@ class RoundKeeper:
                 # should the one that wrote them be gone, others learn them from here
                 known.own = replace(known.own, **vars(known.times))
 
-    def _view(self, number: int, view: SwarmView, own: ReplicaRecord | None) -> RoundView:
+    def _view(
+        self, number: int, view: SwarmView, own: ReplicaRecord | None, now: float
+    ) -> RoundView:
         everybody = dict(view.leading) | ({} if own is None else {self._me: own})
-        replicas = self._replicas(view, own)
+        replicas, bells = self._replicas(view, own), self._bells(number)
+        if self._heads is None:
+            replicas = not_silent(replicas, bells, head=self._head, now_s=now)
         return RoundView(
             round=number,
-            bells=self._bells(number),
+            bells=bells,
             replicas=replicas,
             new=[each for head, each in everybody.items() if head not in replicas],
             head=self._head,

@@ -72,6 +72,13 @@ def test_the_run_has_ended_when_most_peers_of_stage_0_hold_all_its_records(
     assert not SwarmView(me="me", claims=claims).says_ended(1000, "")
 
 
+def test_where_peers_are_not_believed_the_witness_ends_a_run_and_they_do_not() -> None:
+    claims = {"peer": claim(9, "d", 1000)}
+    view = SwarmView(me="me", run_claims=claims)
+    assert not view.says_ended(1000, "witness", by_peers=False)
+    assert view.says_ended(1000, "peer", by_peers=False)
+
+
 def test_what_the_model_writes_counts_from_the_witness_alone() -> None:
     claims = {name: replace(claim(3, "d"), written=f"by {name}") for name in ("peer", "witness")}
     view = SwarmView(me="me", run_claims=claims)

@@ -57,9 +57,9 @@ def of_heads(*names: str) -> dict[str, ReplicaRecord]:
     return {name: replica_record(name) for name in names}
 
 
-def counting(stage: int, view: SwarmView, *credited: str) -> Heads:
-    """Who counts after a record that says that these peers were in nine."""
-    known = tuple(Standing(peer=peer, round=3, credited=9) for peer in sorted(credited))
+def counting(stage: int, view: SwarmView, *credited: str, times: int = 9) -> Heads:
+    """Who counts after a record that says that these peers were in so many."""
+    known = tuple(Standing(peer=peer, round=3, credited=times) for peer in sorted(credited))
     newest = replace(record(3, "any"), standings=known)
     return ProvenHeads().counting(view, newest, stage=stage)
 
@@ -80,6 +80,7 @@ def test_a_crowd_that_says_it_leads_replicas_counts_for_nothing() -> None:
     said = view.of_heads(heads, {"archive"})
     assert said.replicas.keys() == {"a", "b"}
     assert said.run_claims.keys() == {"b", "archive"}
+    assert counting(0, view, "a", "b", times=1) is None
     assert ProvenHeads().counting(view, None, stage=0) is None, "a run begins"
     assert view.of_heads(None, ()) == view
 
@@ -88,7 +89,7 @@ def test_peers_of_later_stages_go_by_whom_those_name_that_vote_in_theirs() -> No
     told = {"x": "A", "y": "", "me": "", **dict.fromkeys(CROWD, "Z")}
     view = SwarmView(me="me", stage=hosts(**told), replicas=of_heads("A", "B", "Z"))
     assert counting(1, view, "x", "y", "me") == {"A"}
-    assert counting(1, view) == {"A", "Z"}, "where all are new, all count"
+    assert counting(1, view, "x", "y", times=1) is None, "where all are new, all count"
     assert counting(1, view, "y") is None, "nobody of them is in a replica"
 
 

@@ -14,6 +14,7 @@ from dilocox.peer.rounds.round_end import (
     Schedule,
     bells_to_read,
     newest_credible,
+    not_silent,
 )
 from tests.pipeline.swarms import bell_record, replica_record
 
@@ -46,6 +47,24 @@ def test_quorum_is_half_rounded_up_and_at_least_two_of_two(replicas: int, bells:
     for count in range(1, bells + 1):
         seen = replace(seen, bells={head: bell(100) for head in heads[:count]})
         assert seen.reached(110) == (count == bells)
+
+
+def test_where_no_head_is_known_who_never_rings_is_waited_for_for_a_round_s_time() -> None:
+    crowd = {str(number): replica() for number in range(1000)}
+    everybody = crowd | {"a": replica(), "b": replica(), "slow": replica()}
+    bells = {"a": bell(100, 40), "b": bell(105, 48)}
+
+    def awaited(now_s: float, head: str = "a") -> set[str]:
+        return set(not_silent(everybody, bells, head=head, now_s=now_s))
+
+    assert awaited(153) == everybody.keys()
+    assert awaited(154) == {"a", "b"}
+    assert awaited(154, head="slow") == everybody.keys(), "it has not rung itself"
+    # no single absurd statement decides
+    for absurd in (bell(100, 1e9), bell(1, 0)):
+        bells["c"] = absurd
+        assert awaited(139) == everybody.keys()
+        assert awaited(154) == {"a", "b"}
 
 
 # ---- T_R ---------------------------------------------------------------------------------------

@@ -56,6 +56,7 @@ class Keepers:
         self._bootstraps = {node_id_of(peer.to_bytes()): peer for peer in peers}
         self._keeps_all = keeps_all
         self._silent_until: dict[PeerID, float] = {}  # bootstraps, on the monotonic clock
+        self._told = set[asyncio.Task[set[DHTID]]]()  # bootstraps of which no answer is awaited
         self._bootstrap_asked = set[DHTID]()  # when these keys were asked for last
         self._nodes: dict[DHTID, dict[DHTID, PeerID]] = {}
         self._searched_at: dict[DHTID, float] = {}
@@ -64,9 +65,16 @@ class Keepers:
     async def store(self, entries: Mapping[DHTID, Entry]) -> bool:
         """Give each entry to all keepers of its key; whether each was taken by one at least."""
         kept = {key for key in entries if self._keeps_all and self._keep(key, entries[key])}
-        bootstraps = dict.fromkeys(entries, self._bootstraps_that_answer())
-        taken = await asyncio.gather(self._give(entries, bootstraps), self._give_nearest(entries))
-        return kept.union(*taken) == set(entries)
+        answering = self._bootstraps_that_answer()
+        silent = {node: at for node, at in self._bootstraps.items() if node not in answering}
+        told = asyncio.ensure_future(self._give(entries, dict.fromkeys(entries, silent)))
+        self._told.add(told)
+        told.add_done_callback(self._told.discard)
+        given = self._give(entries, dict.fromkeys(entries, answering))
+        taken = kept.union(*await asyncio.gather(given, self._give_nearest(entries)))
+        if taken != set(entries):
+            taken |= await told
+        return taken == set(entries)
 
     async def news(
         self, known: Mapping[DHTID, Collection[bytes]], *, thorough: bool, timeout_s: float
@@ -77,8 +85,7 @@ class Keepers:
         not one.
         """
         heard, end = _Heard(known), time.monotonic() + timeout_s
-        bootstraps = list(self._bootstraps_that_answer().values())
-        share = OTHERS_SHARE if bootstraps else 1.0
+        share = OTHERS_SHARE if self._bootstraps else 1.0
         self._aim(known)
         await _in_time(self._ask(heard, thorough=thorough), share * timeout_s)
         due = [
@@ -89,6 +96,10 @@ class Keepers:
         self._bootstrap_asked = (self._bootstrap_asked - known.keys()) | set(due)
         if len(self._bootstrap_asked) > MAX_REMEMBERED:
             self._bootstrap_asked.clear()
+        bootstraps = list(self._bootstraps_that_answer().values())
+        if not bootstraps:  # perhaps one of those that gave no answer does: there is nobody else
+            bootstraps = list(self._bootstraps.values())
+            due = [key for key in due if not heard.answered(key)]
         asked = bootstraps if thorough else bootstraps and [random.choice(bootstraps)]
         parts = [due[start : start + MAX_KEYS] for start in range(0, len(due), MAX_KEYS)]
         calls = [self._hear(peer, part, heard) for peer in asked for part in parts]
@@ -102,14 +113,16 @@ class Keepers:
         heard = _Heard({key: ()})
         heard.add(key, self._own(key))
         self._aim([key])
-        peers = [*self._others_near(key).values(), *self._bootstraps_that_answer().values()]
+        peers = [*self._others_near(key).values(), *self._bootstraps.values()]
         asked = [asyncio.ensure_future(self._hear(peer, [key], heard)) for peer in peers]
+        left, end = set(asked), time.monotonic() + timeout_s
         try:
-            if asked:
-                first = asyncio.FIRST_COMPLETED
-                _, left = await asyncio.wait(asked, timeout=timeout_s, return_when=first)
-                if left:
-                    await asyncio.wait(left, timeout=LATER_S)
+            while left and time.monotonic() < end:
+                done, left = await asyncio.wait(
+                    left, timeout=end - time.monotonic(), return_when=asyncio.FIRST_COMPLETED
+                )
+                if any(each.result() for each in done):
+                    end = min(end, time.monotonic() + LATER_S)
         finally:
             for each in asked:
                 each.cancel()
@@ -140,11 +153,15 @@ class Keepers:
         if answer is None:
             self._miss(peer, keys)
             return False
-        self._node.blacklist.register_success(peer)
+        self._answered(peer)
         for key, told in answer.items():
             heard.add(key, self._own(key))
             heard.add(key, told)
         return True
+
+    def _answered(self, peer: PeerID) -> None:
+        self._silent_until.pop(peer, None)
+        self._node.blacklist.register_success(peer)
 
     def _miss(self, peer: PeerID, keys: Iterable[DHTID]) -> None:
         """It gave no answer."""
@@ -168,9 +185,11 @@ class Keepers:
         Where all of them are gone, those that are left are searched and told.
         """
         await self._search_for(entries)
-        taken = await self._give(entries, {key: self._near(key) for key in entries})
-        left = {key: entries[key] for key in entries if key not in taken}
-        if left and self._forget(left):
+        near = {key: self._near(key) for key in entries}
+        taken = await self._give(entries, near)
+        left = {key: entries[key] for key in entries if near[key] and key not in taken}
+        if left:
+            self._forget(left)
             await self._search_for(left)
             taken |= await self._give(left, {key: self._near(key) for key in left})
         return taken
@@ -196,6 +215,7 @@ class Keepers:
             if done is None:
                 self._miss(peer, keys)
             else:
+                self._answered(peer)
                 taken |= {key for key, stored in zip(keys, done, strict=False) if stored}
         return taken
 
@@ -297,12 +317,11 @@ class Keepers:
             answering = list(nodes)
         return {each: nodes[each] for each in sorted(answering, key=key.xor_distance)[:NEAREST]}
 
-    def _forget(self, keys: Iterable[DHTID]) -> bool:
-        """Search anew for the keepers of these keys; whether any had been searched for."""
-        known = [key for key in keys if self._searched_at.pop(key, None) is not None]
-        for key in known:
+    def _forget(self, keys: Iterable[DHTID]) -> None:
+        """Search anew for the keepers of these keys."""
+        for key in keys:
+            self._searched_at.pop(key, None)
             self._nodes.pop(key, None)
-        return bool(known)
 
     @property
     def _protocol(self) -> RunProtocol:

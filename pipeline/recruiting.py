@@ -24,6 +24,7 @@ REQUEST_LIMIT_S = 2.0
 AVOID_S = 5.0  # how long a peer that gave no answer is not asked again
 # how long one comes last that answers, and with which no inner step ends: at first, and at most
 BLAMED_S, MOST_BLAMED_S = 20.0, 1200.0
+NO_COUNTS_S = 1200.0  # for which who said no is asked after those who did not
 SAME_LINK_S = 60.0  # a link that breaks twice within so long is given up, and its lower peer
 PINGED_AT_ONCE = 32
 MEASURED_A_STAGE = 8  # peers whose round trip is measured before one is chosen
@@ -96,7 +97,7 @@ class Recruiter:
         self._avoid: dict[str, float] = {}
         self._blamed = dict[str, tuple[int, float]]()  # how often since an inner step, until when
         self._round_trips: dict[str, float] = {}
-        self._helped = set[str]()  # with whom an inner step ended
+        self._helped = set[str]()  # with whom an inner step ended since they said no
         self._said_no: dict[str, float] = {}  # when last
 
     def recruit(self, replica: Replica, vacant: set[int], *, until: float) -> str:
@@ -107,7 +108,12 @@ class Recruiter:
         self._avoid = {peer: until for peer, until in self._avoid.items() if until > now}
         records = self._records()
         present = {peer for here in records.values() for peer in here}
-        self._said_no = {peer: at for peer, at in self._said_no.items() if peer in present}
+        self._helped &= present
+        self._said_no = {
+            peer: at
+            for peer, at in self._said_no.items()
+            if peer in present and now - at < NO_COUNTS_S
+        }
         vacancies = self._vacancies(replica, {p for p, (_, at) in self._blamed.items() if at > now})
         if missing(records, vacancies):  # then those will do
             vacancies = self._vacancies(replica, ())
@@ -178,6 +184,7 @@ class Recruiter:
             self.avoid([peer])
         if answer is None or answer.frame.kind != "yes":
             self._said_no[peer] = self._clock()
+            self._helped.discard(peer)
             return False
         before = replica.members.get(stage)
         if before is not None:  # another one turned out to fit better

@@ -35,7 +35,7 @@ from dilocox.peer.averaging.events import EventQueue, Failed
 from dilocox.peer.averaging.follower import ChainFollower
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.averaging.loop_status import LoopStatus
-from dilocox.peer.averaging.proven_heads import ProvenHeads
+from dilocox.peer.averaging.proven_heads import ProvenHeads, anybody_known
 from dilocox.peer.chain.rollback import last_rollback
 from dilocox.peer.memory_and_disk import check_use
 from dilocox.peer.rounds.record import SendFacts
@@ -470,8 +470,8 @@ class Coordinator(threading.Thread):
             turn = int(self._clock.time() / MOVE_TURN_S)
             self.move_to = self._mover.observe(view.stages, free=free, turn=turn)
         end, witness = self._local.manifest.end_tokens, self._local.witness
-        # before the first record nobody is known: a crowd would end what has not begun
-        self._run_ended = said.says_ended(end, witness, by_peers=newest is not None)
+        # before anybody is known a crowd would end what has not begun
+        self._run_ended = said.says_ended(end, witness, by_peers=anybody_known(newest))
         return True
 
     @property
@@ -514,6 +514,7 @@ class Coordinator(threading.Thread):
             self._replica_record(status),
             self._clock.time(),
             heads=self._heads,
+            beginning=not anybody_known(self.chain.last_record),
             head=status.head,
             last_record=last,
             run_record=max(last, self._heads_view.run_round(self._local.witness)),

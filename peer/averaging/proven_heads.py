@@ -21,6 +21,12 @@ KNOWN_RECORDS = 2  # that somebody must be in before new keys count less
 PROVEN_ROUNDS = 3  # a spare may bring what it learnt before into the first one with a new head
 
 
+def anybody_known(newest: RoundRecord | None) -> bool:
+    """Whether new keys count less after this record: after one who is in none counts as well."""
+    standings = () if newest is None else newest.standings
+    return any(each.credited >= KNOWN_RECORDS for each in standings)
+
+
 class ProvenHeads:
     """Attributes: peers, the ids of the heads; set whole, so that any thread may read it."""
 
@@ -46,11 +52,9 @@ class ProvenHeads:
         stage. Anybody can say that it leads a replica, and ring: the others would wait for as many
         of them again, or follow them to their times.
         """
-        if newest is None:
+        if newest is None or not anybody_known(newest):  # a run begins
             return None
         following = newest.round + 1
-        if all(each.credited < KNOWN_RECORDS for each in newest.standings):
-            return None  # after one record who is in none counts as well
         if stage:
             voting = voters(credits(view.stage, newest.standings, following))
             named = frozenset(view.stage[peer].replica for peer in voting)

@@ -34,8 +34,8 @@ ever moves to an earlier time, and that with notice. Pure rules over records: `n
 - a round far beyond the newest record and beyond what most replicas state is nobody's round; that
   after the newest record of any stage is everybody's, as one's own chain and the operator's archive
   say: a stage that a cut kept ahead of the others commits nothing before they have come to it;
-- before anybody counts, all do, but who is silent for a round's time after the bells of the others
-  is waited for no longer: keys that say that they lead replicas, and never ring, cost nothing;
+- before anybody counts, all do, but who is silent for four round times after the bells of the others
+  is waited for no longer: keys that say that they lead replicas, and never ring, stop nobody;
 - of heads that do not count yet, inner steps and notice are waited for within a small share of the
   round: who is new and slow must come to a group, or it would never count.
 
@@ -70,6 +70,7 @@ NOTICE_S = 2.0  # to spread T_R, at least
 # A longer notice that others state is believed up to the larger of these: what a bad line takes,
 # and a share of the round's time.
 NOTICE_BOUND_S, NOTICE_BOUND_SHARE = 20.0, 0.125
+SILENT_ROUNDS = 4  # round times, for which silent heads are waited for before any of them counts
 NEW_SHARE = 0.05  # of the round's time, that each of both is believed of heads that do not count
 CLOCK_ERROR_S = 3.0  # how far run times may be apart; hivemind refuses peers that are further off
 HORIZON_S = 24 * 3600.0  # nothing sensible is announced further ahead, and nothing takes longer
@@ -94,6 +95,8 @@ class RoundView:
     """By head: the bells of this round, one's own included once it has rung."""
     replicas: Mapping[str, ReplicaRecord]
     """By head: the replicas known, one's own included while it stands."""
+    silent: Collection[ReplicaRecord] = ()
+    """Those that are waited for no longer; who hears of T_R makes its inner step first."""
     new: Collection[ReplicaRecord] = ()
     """Those of heads that do not count."""
     head: str = ""
@@ -182,16 +185,20 @@ class RoundView:
     def _step_s(self, round_s: float) -> float:
         """The longest inner step that the replicas state; one absurd record delays nobody."""
         # none are known to a head that has rung and then lost its replica
-        longest = max((replica.step_s for replica in self.replicas.values()), default=0.0)
+        longest = max((replica.step_s for replica in self._standing), default=0.0)
         new = max((replica.step_s for replica in self.new), default=0.0)
         return max(0.0, min(longest, round_s), min(new, NEW_SHARE * round_s))
 
     def _notice_s(self, round_s: float) -> float:
         """Until all have heard of what is written now."""
-        stated = max((replica.hear_s for replica in self.replicas.values()), default=0.0)
+        stated = max((replica.hear_s for replica in self._standing), default=0.0)
         bound = max(NOTICE_BOUND_S, NOTICE_BOUND_SHARE * round_s)
         new = max((replica.hear_s for replica in self.new), default=0.0)
         return max(NOTICE_S, min(stated, bound), min(new, NEW_SHARE * round_s))
+
+    @property
+    def _standing(self) -> list[ReplicaRecord]:
+        return [*self.replicas.values(), *self.silent]
 
     @property
     def _quorum(self) -> int:
@@ -200,23 +207,26 @@ class RoundView:
         return max((known + 1) // 2, min(2, known))
 
 
-def not_silent(
-    replicas: Mapping[str, ReplicaRecord],
-    bells: Mapping[str, BellRecord],
-    *,
-    head: str,
-    now_s: float,
-) -> dict[str, ReplicaRecord]:
-    """The replicas that this `head` waits for where none is known from records.
+def waited_for(
+    replicas: Collection[str], bells: Mapping[str, BellRecord], *, head: str, now_s: float
+) -> set[str]:
+    """Of the replicas those that this `head` waits for where none is known from records.
 
-    Once it has rung, and most who have rung have done so for as long as their round had taken,
-    those of whom there is a bell. bells: of one round; by what all see, so that heads find the same
-    time.
+    Once it has rung, and most who have rung have done so for four times as long as their round had
+    taken, those of whom there is a bell; after twice that at the latest. bells: of one round; by
+    what all see, so that heads find the same time.
     """
-    over = [bell.finished_at + bell.round_s for bell in bells.values()]
-    if head in bells and now_s > median_high(over):
-        return {each: replicas[each] for each in replicas.keys() & bells.keys()}
-    return dict(replicas)
+    own = bells.get(head)
+    if own is not None:
+        over = [
+            bell.finished_at + SILENT_ROUNDS * bell.round_s
+            for bell in bells.values()
+            if bell.finished_at <= now_s + CLOCK_ERROR_S
+        ]
+        latest = own.finished_at + 2 * SILENT_ROUNDS * own.round_s
+        if over and now_s > min(median_high(over), latest):
+            return set(replicas) & bells.keys()
+    return set(replicas)
 
 
 def newest_credible(own: int, last_record: int, stated: Iterable[int]) -> int:
@@ -272,6 +282,7 @@ class RoundKeeper:
         self._finished = False
         self._heads: Heads = None  # that count
         self._head = ""  # of the replica that this peer is in
+        self._beginning = False
         self._known: dict[int, _Round] = {first: _Round()}  # this round, and those yet to meet
         self.round = first
 
@@ -356,6 +367,7 @@ class RoundKeeper:
         *,
         head: str,
         heads: Heads = None,
+        beginning: bool = False,
         last_record: int = -1,
         run_record: int = -1,
         inner_steps: int | None,
@@ -374,14 +386,15 @@ class RoundKeeper:
         on, and the round lasts as long as the exchange. If it rang, who waits for an outcome would
         have to skip the send of this round, and two peers that skip in turn would never meet.
 
-        heads: that count. Another one rings, too, and goes by the times of these.
+        heads: that count. Another one rings, too, and goes by the times of these. beginning: nobody
+        is known from records yet, so that all count.
         last_record: the round of the newest record that this peer has. run_record: of the newest
         that it is told of, of any stage. The group of that has met, and its stage averages in no
         earlier round: where a cut had kept one ahead, the others come to it, by so many rounds a
         record that a false word leads nobody away.
         """
         with self._lock:
-            self._heads, self._head = heads, head
+            self._heads, self._head, self._beginning = heads, head, beginning
             self._hear(view)
             following = min(run_record, last_record + MAX_AHEAD) + 1
             if following == self.round + 1 and last_record < self.round:
@@ -462,12 +475,14 @@ class RoundKeeper:
     ) -> RoundView:
         everybody = dict(view.leading) | ({} if own is None else {self._me: own})
         replicas, bells = self._replicas(view, own), self._bells(number)
-        if self._heads is None:
-            replicas = not_silent(replicas, bells, head=self._head, now_s=now)
+        awaited = set(replicas)
+        if self._beginning:
+            awaited = waited_for(replicas, bells, head=self._head, now_s=now)
         return RoundView(
             round=number,
             bells=bells,
-            replicas=replicas,
+            replicas={head: replicas[head] for head in awaited},
+            silent=[each for head, each in replicas.items() if head not in awaited],
             new=[each for head, each in everybody.items() if head not in replicas],
             head=self._head,
             known=self._known[number].times,

@@ -177,7 +177,7 @@ def test_a_run_begins_though_strangers_are_there_before_it(
     with attacked(swarm, kind):
         for number in range(3 if stages == 1 else 4):
             swarm.add_peer(stage=number % stages, step_s=STEP_S)
-        swarm.wait_for_rounds(3, 120)
+        swarm.wait_for_rounds(3, 240)  # the first ones wait for who is silent
     first = min(swarm.peers[0].rounds, key=lambda line: line["round"])
     print(f"{kind}: the first record is of round {first['round']}, by {first['members']} members")
     swarm.assert_equal_chains()

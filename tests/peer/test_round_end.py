@@ -14,7 +14,7 @@ from dilocox.peer.rounds.round_end import (
     Schedule,
     bells_to_read,
     newest_credible,
-    not_silent,
+    waited_for,
 )
 from tests.pipeline.swarms import bell_record, replica_record
 
@@ -49,22 +49,32 @@ def test_quorum_is_half_rounded_up_and_at_least_two_of_two(replicas: int, bells:
         assert seen.reached(110) == (count == bells)
 
 
-def test_where_no_head_is_known_who_never_rings_is_waited_for_for_a_round_s_time() -> None:
-    crowd = {str(number): replica() for number in range(1000)}
-    everybody = crowd | {"a": replica(), "b": replica(), "slow": replica()}
+def test_where_no_head_is_known_who_never_rings_is_waited_for_for_four_round_times() -> None:
+    everybody = {"a", "b", "slow", *map(str, range(1000))}
     bells = {"a": bell(100, 40), "b": bell(105, 48)}
 
     def awaited(now_s: float, head: str = "a") -> set[str]:
-        return set(not_silent(everybody, bells, head=head, now_s=now_s))
+        return waited_for(everybody, bells, head=head, now_s=now_s)
 
-    assert awaited(153) == everybody.keys()
-    assert awaited(154) == {"a", "b"}
-    assert awaited(154, head="slow") == everybody.keys(), "it has not rung itself"
+    assert awaited(297) == everybody
+    assert awaited(298) == {"a", "b"}
+    assert awaited(298, head="slow") == everybody, "it has not rung itself"
     # no single absurd statement decides
-    for absurd in (bell(100, 1e9), bell(1, 0)):
+    for absurd in (bell(100, 1e9), bell(1, 0), bell(1e9, 40)):
         bells["c"] = absurd
-        assert awaited(139) == everybody.keys()
-        assert awaited(154) == {"a", "b"}
+        assert awaited(259) == everybody
+        assert awaited(298) & {"a", "b", "slow"} == {"a", "b"}
+    # nor does one for ever where it is one of two
+    del bells["b"]
+    bells["c"] = bell(100, 1e9)
+    assert awaited(420) == everybody
+    assert awaited(421) == {"a"}
+
+
+def test_who_is_waited_for_no_longer_still_makes_its_inner_step() -> None:
+    slow = replica(step_s=25.0)
+    seen = replace(view({"a": bell(100, 40)}, heads="a"), silent=[slow])
+    assert seen.proposal("a", 181) == Schedule(send_after=181, scheduled_at=208)
 
 
 # ---- T_R ---------------------------------------------------------------------------------------

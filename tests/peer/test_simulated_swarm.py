@@ -235,12 +235,12 @@ def test_a_fork_of_two_halves_ends_in_one_chain_and_no_token_twice() -> None:
 def test_a_stage_that_a_cut_kept_rounds_ahead_has_the_others_come_to_it() -> None:
     """Two fast heads of five, with four of the five peers of stage 1, lose what they averaged of
     stage 0; of stage 1 theirs is the only chain. It stood still for 15 rounds of the others."""
-    cut = Fault(kind="partition", at_s=480.0, peers=(0, 1, 5, 6, 7, 8), seconds=400.0)
+    cut = Fault(kind="partition", at_s=300.0, peers=(0, 1, 5, 6, 7, 8), seconds=400.0)
     steps = (0.3, 0.3, 1.1, 1.2, 1.2)
     world = World(Scenario(step_s=steps, round_s=60.0, rounds=45, stages=2, faults=(cut,)))
     heads: list[set[int]] = []  # the rounds of stage 0's records, and of stage 1's
     world.timeline.at(
-        START + 900.0,
+        START + 720.0,
         lambda: heads.extend(
             {peer.log.head().round for peer in world.peers.values() if peer.stage == stage}
             for stage in (0, 1)

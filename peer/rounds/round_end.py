@@ -34,8 +34,8 @@ ever moves to an earlier time, and that with notice. Pure rules over records: `n
 - a round far beyond the newest record and beyond what most replicas state is nobody's round; that
   after the newest record of any stage is everybody's, as one's own chain and the operator's archive
   say: a stage that a cut kept ahead of the others commits nothing before they have come to it;
-- before anybody counts, all do, but who is silent for four round times after the bells of the others
-  is waited for no longer: keys that say that they lead replicas, and never ring, stop nobody;
+- before anybody counts, all do, but who is silent for four round times after the bells of others is
+  waited for no longer: keys that say that they lead replicas, and never ring, stop nobody;
 - of heads that do not count yet, inner steps and notice are waited for within a small share of the
   round: who is new and slow must come to a group, or it would never count.
 

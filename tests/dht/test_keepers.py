@@ -183,3 +183,50 @@ def test_a_bootstrap_keeps_what_it_says_itself_wherever_the_key_lies(
             assert (kept is not None) == keeps_all
 
     asyncio.run(scene())
+
+
+def test_the_only_keeper_is_told_and_asked_though_it_missed_a_call(crowd: list[Identity]) -> None:
+    async def scene() -> None:
+        wires = Wires(crowd)
+        wires.others, wires.gone = [], [wires.bootstrap]
+        keepers, entry = wires.keepers(), Entry(b"me", b"here", LATE)
+        assert not await look(keepers)
+        wires.gone = []
+        await keepers.store({KEY: entry})
+        await asyncio.sleep(0.1)
+        assert wires.bootstrap in wires.kept
+        wires.gone = [wires.bootstrap]
+        assert not await look(keepers)
+        wires.gone = []
+        assert await look(keepers)
+
+    asyncio.run(scene())
+
+
+def test_a_bootstrap_is_told_though_it_missed_a_call_and_others_take_the_value(
+    crowd: list[Identity],
+) -> None:
+    async def scene() -> None:
+        wires = Wires(crowd)
+        wires.silent, wires.gone = wires.others, [wires.bootstrap]
+        keepers, entry = wires.keepers(), Entry(b"me", b"here", LATE)
+        assert await keepers.store({KEY: entry})
+        wires.gone, wires.late_s = [], {wires.bootstrap: LATE_S}
+        began = time.monotonic()
+        assert await keepers.store({KEY: entry})
+        assert time.monotonic() - began < LATE_S, "nobody waits for it"
+        await asyncio.sleep(1.5 * LATE_S)
+        assert wires.bootstrap in wires.kept
+
+    asyncio.run(scene())
+
+
+def test_a_call_that_fails_at_once_shortens_no_wait_for_the_others(crowd: list[Identity]) -> None:
+    async def scene() -> None:
+        wires = Wires(crowd)
+        keepers = wires.keepers()
+        assert await keepers.store({KEY: Entry(b"me", b"here", LATE)})
+        wires.gone, wires.late_s = wires.others, {wires.bootstrap: 1.5 * LATER_S}
+        assert await keepers.everything(KEY, timeout_s=5.0)
+
+    asyncio.run(scene())

@@ -89,6 +89,29 @@ def test_a_time_counts_once_half_have_rung_and_not_before_the_last_of_them() -> 
     assert due({"a": early}, head="a"), "what one's own head says"
 
 
+@pytest.mark.parametrize("beginning", [True, False])
+def test_heads_that_never_ring_keep_nobody_from_the_first_round(beginning: bool) -> None:
+    crowd = heads_in(a=0, **{f"fresh{number}": 0 for number in range(50)})
+    view = SwarmView(me="me", replicas=crowd, bells={0: {"a": bell_record(NOW - 1.0)}})
+    keeper = keeper_of(TestClock())
+
+    def due(now: float) -> bool:
+        keeper.follow(
+            view,
+            replica(10),
+            now,
+            head="me",
+            beginning=beginning,
+            inner_steps=10,
+            tokens=1,
+            undecided=False,
+        )
+        return keeper.send_due(now) is not None
+
+    assert not due(NOW)
+    assert due(NOW + 1e4) is beginning
+
+
 def test_who_does_not_count_yet_meets_with_those_who_do_and_holds_nobody_up() -> None:
     """With a quorum of its own it met earlier than the others in every round, and was in none."""
     counting = frozenset("ab")

@@ -51,6 +51,24 @@ class TestOrder:
         assert swarm.leader.members[1] == "1a"
         assert asked.index("reserve 1b") < asked.index("reserve 1a")
 
+    def test_who_refused_comes_after_the_others_the_next_time_however_near(self) -> None:
+        swarm = Swarm(PLAN, spares=1)
+        near_and_far(swarm, "1b", "1a")
+        answer = swarm.peers["1b"].box.answer
+
+        def refuses(peer: str, frame: Frame) -> Frame:
+            if frame.kind == "reserve":
+                return Frame(kind="no", replica=frame.replica, facts={"reason": "no"})
+            return answer(peer, frame)
+
+        swarm.peers["1b"].box.answer = refuses
+        assert "reserve 1b" in asked_by(swarm.leader, swarm)
+        swarm.peers["1b"].box.answer = answer
+        swarm.leader.head.dissolve()
+        swarm.settle()
+        assert "reserve 1b" not in asked_by(swarm.leader, swarm)
+        assert swarm.leader.members[1] == "1a"
+
     def test_what_was_reserved_is_free_again_where_a_stage_has_nobody(self) -> None:
         swarm = Swarm(PLAN)
         swarm.peers["2a"].reservation.shut("it leaves")

@@ -151,9 +151,13 @@ class ManifestCopy:
         self._path = path
         self._sealed = b""
         self._order = -1, -1  # its revision, and the sequence of its envelope
-        # where it is missing or damaged it is fetched again
-        with contextlib.suppress(OSError, Refused, InvalidInput), path.open("rb") as file:
-            self._take(file.read(MAX_VALUE_BYTES + 1))
+        try:
+            with path.open("rb") as file:
+                self._take(file.read(MAX_VALUE_BYTES + 1))
+        except FileNotFoundError:
+            pass
+        except (OSError, Refused, InvalidInput) as error:
+            logger.warning("%s does not count: %s; it is fetched again", path, error)
 
     @property
     def known(self) -> bool:

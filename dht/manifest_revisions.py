@@ -23,7 +23,6 @@ into `published`.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import logging
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
@@ -324,11 +323,15 @@ class ManifestWatch:
 
 def kept_manifest(file: Path, run: str) -> SignedManifest | None:
     """What a watch kept there; None if there is nothing, or nothing of the run's operator."""
-    with contextlib.suppress(OSError, InvalidInput):
+    try:
         signed = SignedManifest.from_bytes(file.read_bytes())
         signed.revision_of(run)
-        return signed
-    return None
+    except FileNotFoundError:
+        return None
+    except (OSError, InvalidInput) as error:
+        logger.warning("%s does not count: %s; the swarm's newest manifest will", file, error)
+        return None
+    return signed
 
 
 def newer_of(found: SignedManifest, kept: SignedManifest | None, run: str) -> SignedManifest:

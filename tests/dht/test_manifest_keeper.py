@@ -124,11 +124,17 @@ def test_nobody_but_the_operator_makes_an_envelope_that_a_copy_takes(
 
 
 def test_a_damaged_file_is_fetched_again(
-    operator: Identity, manifest: Manifest, run: str, path: Path, swarm: Any
+    operator: Identity,
+    manifest: Manifest,
+    run: str,
+    path: Path,
+    swarm: Any,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     path.write_bytes(b"half of")
     kept = copy(run, path)
     assert not kept.known
+    assert str(path) in caplog.text
     with pytest.raises(EnvironmentFault, match="no manifest"):
         kept.publish(swarm)
     swarm.sealed = envelope(operator, SignedManifest.sign(operator, manifest), run, 1)

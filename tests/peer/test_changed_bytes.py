@@ -13,7 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from dilocox.dht.errors import InvalidInput
 from dilocox.dht.identity import Identity
+from dilocox.dht.invite import run_id
+from dilocox.dht.manifest import SignedManifest
+from dilocox.dht.manifest_revisions import RevisionFolder, in_state, kept_manifest
 from dilocox.peer.chain.archive import Generation
 from dilocox.peer.chain.snapshot_files import (
     STATE_FACTS_FILE,
@@ -193,3 +197,26 @@ def test_what_is_said_of_a_kept_state_is_refused_whichever_byte_is_changed(
         assert not Generation.kept(copy, CHECK), f"byte {place}"
         assert "damaged" in caplog.text and not (copy / newest.name).exists()
         shutil.rmtree(copy)
+
+
+def test_a_manifest_with_a_changed_byte_counts_for_nobody(
+    identities: list[Identity], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A peer takes the swarm's newest, as with none; the operator's next command ends with it."""
+    run = run_id(identities[0].public_key, MANIFEST.name)
+    signed = SignedManifest.sign(identities[0], in_state(MANIFEST, "paused"))
+    kept = tmp_path / "run.signed"
+    kept.write_bytes(signed.to_bytes())
+    number = RevisionFolder(tmp_path, run).add(signed)
+    (revision,) = tmp_path.rglob(f"{number:08d}.signed")
+    for place in changed(kept):
+        caplog.clear()
+        assert kept_manifest(kept, run) is None, f"byte {place}"
+        assert str(kept) in caplog.text
+    for _ in changed(revision):
+        with pytest.raises(InvalidInput, match=str(revision)):
+            RevisionFolder(tmp_path, run).newest()
+    caplog.clear()
+    assert kept_manifest(kept, run) == RevisionFolder(tmp_path, run).newest() == signed
+    assert kept_manifest(tmp_path / "none.signed", run) is None
+    assert not caplog.text

@@ -15,6 +15,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 import typer
@@ -25,6 +26,7 @@ from huggingface_hub.utils import disable_progress_bars
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.join import Joined, visiting
 from dilocox.dht.manifest_revisions import ManifestWatch
+from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.chain.visitor_download import counted_claims
 from dilocox.peer.commands.export import export_run, shown_rounds
 from dilocox.peer.options import PushOptions
@@ -74,16 +76,17 @@ def _push(joined: Joined, repository: Repository, options: PushOptions) -> int:
 
 
 def newest_round(joined: Joined, watch: ManifestWatch) -> tuple[int, int]:
-    """The newest round of every stage that the operator's archive vouches for, else the longest
-    chain has, -1 before the first; and the tokens behind that of stage 0.
+    """The newest round of every stage, -1 before the first, and the run's tokens: as the operator's
+    archive says, else as most of those claim who hold records.
     """
-    place, rounds, tokens = replace(joined, manifest=watch.manifest), list[int](), 0
-    for stage in range(watch.manifest.stages):
-        claim = next(iter(counted_claims(place, stage).values()), None)
-        rounds.append(-1 if claim is None else claim.round)
-        if stage == 0 and claim is not None:
-            tokens = claim.chain_tokens
-    return min(rounds), tokens
+    place = replace(joined, manifest=watch.manifest)
+    claims = [counted_claims(place, stage) for stage in range(watch.manifest.stages)]
+    rounds: list[int] = []
+    for of_stage in claims:
+        vouched = of_stage.get(place.witness)
+        told = [claim.round for claim in of_stage.values()] if vouched is None else [vouched.round]
+        rounds.append(median_low(told or [-1]))
+    return min(rounds), SwarmView(me="", run_claims=claims[0]).run_tokens(place.witness)
 
 
 def _wait(joined: Joined, watch: ManifestWatch, wanted: int) -> bool:

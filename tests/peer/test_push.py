@@ -58,6 +58,8 @@ class ToldSwarm:
     exported: list[int] = field(default_factory=list[int])
     admission: None = None
     gone: bool = False  # whether the command's own DHT node has ended
+    peers: int = 1
+    liar: ClaimRecord | None = None  # what one more of them claims, of each stage
 
     def read(self, key: str, _: type) -> dict[str, ClaimRecord]:
         if key.endswith(".0") and len(self.rounds) > 1:
@@ -70,7 +72,8 @@ class ToldSwarm:
             chain_tokens=100 * (number + 1),
             record_bytes=1000,
         )
-        return {"peer": claim}
+        liar = {} if self.liar is None else {"liar": self.liar}
+        return {f"peer {each}": claim for each in range(self.peers)} | liar
 
     def newest_manifest(self, _: float) -> Any:
         return SimpleNamespace(
@@ -154,6 +157,17 @@ def test_it_pushes_again_every_so_many_rounds_and_last_when_the_run_is_over(
     assert run_push_command(options(tmp_path, every=3, private=True)) == 0
     assert swarm.exported == [1, 4, 7, 8]
     assert len(hub.commits[NAME]) == 4 and hub.private == {NAME}
+
+
+def test_no_single_peer_says_that_the_run_is_over(
+    hub: Hub, swarm: ToldSwarm, tmp_path: Path
+) -> None:
+    swarm.rounds, swarm.peers = [1, 1, 2, 3, 4, 5, 6, 7, 8], 2
+    swarm.liar = ClaimRecord(
+        digest="cd" * 32, round=1, tokens=1, chain_tokens=10**9, record_bytes=1000
+    )
+    assert run_push_command(options(tmp_path, every=100)) == 0
+    assert swarm.exported == [1, 8]
 
 
 def test_a_run_that_its_operator_ends_is_pushed_to_its_last_round(

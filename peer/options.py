@@ -399,8 +399,8 @@ class HostingOptions:
     state: State = Path("dilocox-peer")
     stage: Annotated[
         str,
-        "Slice of the model to host, a number from 0; auto takes the one that lacks peers most, "
-        "and another one when that changes.",
+        "Slice of the model to host, a number from 0; auto takes the one with the fewest peers, "
+        "and moves when another one has fewer.",
     ] = "auto"
     port: Port = 0
     host: Host = "0.0.0.0"
@@ -460,7 +460,7 @@ class PeerOptions(HostingOptions):
     ] = ""
     team: Annotated[
         str,
-        "Name of its team, as long as a name: what a team gives is added up.",
+        "Name of its team, as long as a name; contributions are summed up by team.",
         ReadFrom(str, partial(name_of, "--team")),
     ] = ""
     hours: Annotated[
@@ -558,9 +558,7 @@ class PushOptions(AnchorOptions):
 class GenerateOptions(AnchorOptions):
     """Continue a text with the newest anchors of a run."""
 
-    text: Annotated[
-        str, typer.Argument(help="What is to be continued."), ReadFrom(str, text_to_continue)
-    ]
+    text: Annotated[str, typer.Argument(help="Text to continue."), ReadFrom(str, text_to_continue)]
     tokens: Annotated[
         int | None,
         typer.Option(

@@ -299,7 +299,9 @@ class RequestServer:
 def _place(present: Counter[str], peer: str, most: int, most_of_a_peer: int) -> Generator[None]:
     """Count this peer as present; raises FrameRefused (crowd) where as many are as may be."""
     if present[peer] >= most_of_a_peer or present.total() >= most:
-        raise FrameRefused("crowd", f"{most_of_a_peer} of a peer and {most} of all may be here")
+        raise FrameRefused(
+            "crowd", f"too many open streams: at most {most_of_a_peer} a peer and {most} in all"
+        )
     present[peer] += 1
     try:
         yield

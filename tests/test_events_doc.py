@@ -7,7 +7,7 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
-from dilocox.peer.averaging.loop_status import Gave
+from dilocox.peer.averaging.loop_status import OwnContribution
 from dilocox.peer.training.merge import Outcome
 from dilocox.peer.training.report import RoundReport
 
@@ -44,7 +44,7 @@ def documented() -> dict[str, set[str]]:
 
 def test_every_kind_of_event_is_explained_with_its_fields() -> None:
     found, told = written(), documented()
-    found["gave"] |= {each.name for each in fields(Gave)}
+    found["gave"] |= {each.name for each in fields(OwnContribution)}
     assert len(found) > 10 and found.keys() == told.keys()
     assert {kind: names for kind, names in told.items() if kind != "round"} == {
         kind: names for kind, names in found.items() if kind != "round"

@@ -114,7 +114,7 @@ class ExchangeDriver:
         self.voids = 0
         self._in_vain = "", 0  # the newest record, and how many sends were void since
         self._strays: dict[str, tuple[float, bool]] = {}  # since when (monotonic), whether known
-        self._passed_over = frozenset[str]()  # of them
+        self._not_waited_for = frozenset[str]()  # of them
         # likewise, whom it missed since, or did not hear vote, where nothing was committed
         self._unreliable: tuple[str, frozenset[str]] = "", frozenset()
         self._waited_in_vain = 0  # sends in a row, whose group others did not come to
@@ -147,7 +147,7 @@ class ExchangeDriver:
 
     def _counted(self, view: SwarmView) -> tuple[str, ...]:
         """Whom this peer must reckon with."""
-        return tuple(peer for peer in view.counted() if peer not in self._passed_over)
+        return tuple(peer for peer in view.counted() if peer not in self._not_waited_for)
 
     def _look_for_strays(self, view: SwarmView) -> None:
         """Who went on from our record with one that nobody else takes comes to no group any more:
@@ -159,7 +159,7 @@ class ExchangeDriver:
             for peer, known in found.items()
         }
         least_s = STRAY_LIFETIMES * self._deadlines.record_lifetime_s
-        self._passed_over = frozenset(
+        self._not_waited_for = frozenset(
             peer
             for peer, (since, known) in self._strays.items()
             if now - since > least_s + (TAKEN_S if known else 0.0)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gave:
+class OwnContribution:
     """What a peer gave to its stage since it joined, restarts included.
 
     since: seconds since the epoch, 0 before it trained. rounds, tokens: of its own, committed ones.
@@ -77,6 +77,6 @@ class LoopStatus:
     round_waiting_share: float = 0.0
     computing_share: float = 0.0
     compression_error: float | None = None
-    gave: Gave = Gave()
+    gave: OwnContribution = OwnContribution()
     unsent_tokens: int = 0
     lost_tokens: int = 0

@@ -188,7 +188,7 @@ def read_header(data: bytes, digest: str, run: str, stage: int) -> ChainRound:
     # a name goes into status.json and onto a page
     names = [each.peer for each in header.members]
     if any(len(name) > MAX_PEER_ID or not name.isprintable() for name in names):
-        raise CallRefused("a member's name is none")
+        raise CallRefused("a member's peer id is not valid")
     return told
 
 

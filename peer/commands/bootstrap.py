@@ -213,7 +213,9 @@ def run_bootstrap_command(options: BootstrapOptions) -> int:
             what = "a copy of the bootstrap of run" if copies else "run"
             logger.info("%s %s (%s) is up; volunteers join with", what, keeper.run, manifest.name)
             typer.echo(f"dilocox peer {node.invite}")
-            with closing(Beside(options, keeper, identity, node.dht, node.swarm)) as beside:
+            with closing(
+                BootstrapServices(options, keeper, identity, node.dht, node.swarm)
+            ) as beside:
                 while not stop.event.wait(WATCH_PERIOD_S):
                     node.tick()
                     beside.tick()
@@ -262,7 +264,7 @@ def explain_key(path: Path) -> None:
         logger.warning("%s", line)
 
 
-class Beside:
+class BootstrapServices:
     """What runs beside the DHT node: the archive, the operator's questions to the model, and the
     figures of it all. `tick` belongs to the node's thread, the pages to those who ask.
     """

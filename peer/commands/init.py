@@ -104,7 +104,7 @@ def run_init_command(options: InitOptions) -> int:
     parameters = sum(plan.num_parameters for plan in plan_stages(whole.model, 1))
     usual = f"{float(f'{TOKENS_A_PARAMETER * parameters:.1e}'):_.0f}"
     tokens = ask("tokens", "Tokens to train on", usual, token_count)
-    typer.echo("reckoning what it takes ...", err=True)
+    typer.echo("computing memory and disk needs ...", err=True)
     stages = options.stages
     run = _described(given, stages) if stages else _with_fewest_stages(given, machines)
     run = _fitted(run, machines, tokens)

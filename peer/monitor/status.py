@@ -154,7 +154,7 @@ METRICS = (
     ),
     _Spec(
         "manifest_revision",
-        "Of the operator's newest manifest.",
+        "Revision of the operator's newest manifest.",
         lambda s: s.look.manifest.operation.revision,
     ),
     _Spec(  # it falls when the operator goes back

@@ -192,7 +192,7 @@ METRICS = (
     ),
     _Spec(
         "manifest_revision",
-        "Of the manifest that this peer follows.",
+        "Revision of the manifest that this peer follows.",
         lambda p: p.coordinator.revision,
     ),
     _Spec(
@@ -202,13 +202,15 @@ METRICS = (
     ),
     # ---- its work
     _Spec("tokens_total", "Tokens that this peer trained on.", lambda p: p.meter.tokens),
-    _Spec("inner_steps_total", "Inner steps taken.", lambda p: p.meter.inner_steps),
+    _Spec("inner_steps_total", "Inner steps that this peer took.", lambda p: p.meter.inner_steps),
     _Spec(
         "inner_steps_skipped_total",
         "Inner steps not taken, because something was not finite.",
         lambda p: p.meter.skipped_steps,
     ),
-    _Spec("computing_seconds_total", "Time the stage computed.", lambda p: p.meter.computing_s()),
+    _Spec(
+        "computing_seconds_total", "Time that the stage computed.", lambda p: p.meter.computing_s()
+    ),
     _Spec(
         "waiting_seconds_total",
         "Time this peer waited, by what for.",
@@ -218,14 +220,26 @@ METRICS = (
     # ---- where it is
     _Spec(
         "peer_state",
-        "Where this peer is.",
+        "What this peer does, one of its states.",
         lambda p: one_of(p.status.state if p.status else "joining", STATES),
         ("state",),
     ),
     _Spec("round", "The round this peer is in.", lambda p: p.status and p.status.round),
-    _Spec("round_inner_steps", "H of the round.", lambda p: p.status and p.status.inner_steps),
-    _Spec("in_replica", "Whether it is in a replica.", lambda p: p.status and p.status.head != ""),
-    _Spec("train_loss", "Smoothed, in nats a token.", lambda p: p.status and p.status.train_loss),
+    _Spec(
+        "round_inner_steps",
+        "Planned inner steps of the round (H).",
+        lambda p: p.status and p.status.inner_steps,
+    ),
+    _Spec(
+        "in_replica",
+        "Whether this peer is in a replica.",
+        lambda p: p.status and p.status.head != "",
+    ),
+    _Spec(
+        "train_loss",
+        "Training loss, smoothed, in nats a token.",
+        lambda p: p.status and p.status.train_loss,
+    ),
     *(
         _Spec(
             name.replace("_share", "_ratio"),
@@ -236,10 +250,10 @@ METRICS = (
     ),
     _Spec(
         "validation_loss",
-        "Of the newest anchor evaluated, in nats a token.",
+        "Validation loss of the newest evaluated anchor, in nats a token.",
         lambda p: p.status and p.status.val_loss,
     ),
-    _Spec("replica_epoch", "Of its replica, or the last one.", lambda p: p.epoch),
+    _Spec("replica_epoch", "Epoch of its replica, or of the last one.", lambda p: p.epoch),
     # ---- the newest committed round
     _Spec("group_size", "Members of the last record.", lambda p: p.round.get("members")),
     _Spec(
@@ -257,12 +271,18 @@ METRICS = (
     ),
     _Spec(
         "compression_error_ratio",
-        "Of the last counted round: what the codec left of the message, over the message.",
+        "Norm of what the codec lost of the last message, over the norm of the message.",
         lambda p: p.compression_error,
     ),
-    _Spec("residual_norm", "After the last merge.", lambda p: p.round.get("residual_norm")),
     _Spec(
-        "last_round_timestamp_seconds", "When a record was merged last.", lambda p: p.committed_at
+        "residual_norm",
+        "Norm of the residual after the last merge.",
+        lambda p: p.round.get("residual_norm"),
+    ),
+    _Spec(
+        "last_round_timestamp_seconds",
+        "Time of the last merge of a record.",
+        lambda p: p.committed_at,
     ),
     # ---- the network
     _Spec(
@@ -273,12 +293,12 @@ METRICS = (
     ),
     _Spec(
         "state_download_bytes_total",
-        "Of states that this peer took from others.",
+        "Bytes of states that this peer downloaded from others.",
         lambda p: p.buffers.received.read()["state"],
     ),
     _Spec(
         "hop_round_trip_seconds",
-        "To a neighbour in the replica and back.",
+        "Round trip to a neighbour in the replica.",
         lambda p: p.network.round_trips_s(),
         ("direction",),
     ),

@@ -260,16 +260,20 @@ class Resting:
 ALWAYS: tuple[MetricSpec[Any], ...] = (
     MetricSpec(
         "build_info",
-        "What runs here.",
+        "Version, protocol and run of this peer.",
         lambda p: {(__version__, PROTOCOL_VERSION, p.run[:RUN_LABEL]): 1},
         ("version", "protocol", "run"),
     ),
     MetricSpec(
         "month_traffic_bytes",
-        "Sent and received in this calendar month (UTC).",
+        "Bytes sent and received in this calendar month (UTC).",
         lambda p: p.allowance.used_bytes,
     ),
-    MetricSpec("month_traffic_limit_bytes", "Its limit.", lambda p: p.allowance.limit_bytes),
+    MetricSpec(
+        "month_traffic_limit_bytes",
+        "Bytes that may be sent and received in a calendar month.",
+        lambda p: p.allowance.limit_bytes,
+    ),
 )
 """Of a peer that trains, too: of whatever has its run and its allowance."""
 
@@ -278,14 +282,23 @@ _Spec = MetricSpec[Resting]
 METRICS = (
     *ALWAYS,
     _Spec("ready", "Whether this peer takes part in the run.", lambda _: 0),
-    _Spec("peer_state", "Where this peer is.", lambda _: one_of("resting", STATES), ("state",)),
+    _Spec(
+        "peer_state",
+        "What this peer does, one of its states.",
+        lambda _: one_of("resting", STATES),
+        ("state",),
+    ),
     _Spec(
         "resting",
         "Why this peer rests.",
         lambda p: one_of(p.rest.reason if p.rest else "", REASONS),
         ("reason",),
     ),
-    _Spec("resting_until_timestamp_seconds", "When it goes on.", lambda p: p.rest and p.rest.until),
+    _Spec(
+        "resting_until_timestamp_seconds",
+        "Time at which this peer goes on.",
+        lambda p: p.rest and p.rest.until,
+    ),
 )
 
 

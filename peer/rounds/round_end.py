@@ -4,7 +4,7 @@ Round numbers belong to the run. A head *rings the bell* of round R (writes a Be
 replica made H inner steps in it, and the replica trains on. Once a quorum of heads has rung, T_R
 is known: the one moment at which all groups of the round form. (Without a common time 0 of 8 rounds
 formed one group when peers came 3 s apart; with it 8 of 8.) Slower replicas get a grace, then stop
-at their next inner step. So nobody waits for the slowest, and nobody meets an empty room.
+at their next inner step. So nobody waits for the slowest, and nobody comes alone to a group.
 
     q    half of the replicas known from their records, rounded up, at least 2 where 2 are known;
          of those whose heads count (averaging/proven_heads.py)
@@ -44,7 +44,7 @@ ever moves to an earlier time, and that with notice. Pure rules over records: `n
 What it has seen of a round stays seen until its group has met, also by peers that have gone on:
 bells in the DHT live for three heartbeats, and a round may last an hour. For the same reason a head
 keeps its own bell of a round alive until then. (With bells that were forgotten as they expired, 4
-heads committed every third round of 600 s: slower ones rang into an empty room.)
+heads committed every third round of 600 s: slower ones found nobody to average with.)
 
 Two threads use it: the coordinator's, which looks at the others' bells, and the training loop,
 which ends a round by its send.

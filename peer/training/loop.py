@@ -156,8 +156,8 @@ class Learner:
         self._lease.withdraw()
         try:
             self._between_steps()
-            if self._meter.gave_due:
-                self._meter.tell_gave()
+            if self._meter.contribution_due:
+                self._meter.tell_contribution()
         finally:
             self._offer()
 
@@ -242,7 +242,7 @@ class Learner:
             logger.warning("what was learnt since the last snapshot is lost: %s", error)
         self.publish(force=True)
         if ended or self._stop.is_set():  # else it starts again at once
-            self._meter.tell_gave()
+            self._meter.tell_contribution()
         deadlines, stop = self._manifest.deadlines, self._stop
         if ended:
             self._wait_for_archive(max(deadlines.record_lifetime_s, deadlines.exchange_s), stop)

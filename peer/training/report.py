@@ -30,7 +30,7 @@ from pydantic import TypeAdapter
 from dilocox.dht.files import disk_fault, write_atomically
 from dilocox.dht.names import shown_peer
 from dilocox.dht.records import stage_figures
-from dilocox.peer.averaging.loop_status import Gave, LoopStatus
+from dilocox.peer.averaging.loop_status import LoopStatus, OwnContribution
 from dilocox.peer.memory_and_disk import size
 from dilocox.peer.os_process import CLEAR_LINE, counted, strict_json
 from dilocox.peer.training.merge import Outcome
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STATUS_PERIOD_S = 1.0
-GAVE_EVERY = 100  # rounds with tokens of this peer
+CONTRIBUTION_EVERY = 100  # rounds with tokens of this peer
 TAKEN_ROUNDS, TAKEN_S = 100, 600.0  # of who only follows a line comes after so many, or so long
 UNCOUNTED = {"undone": " (without yours, which go with a later one)", "repeated": " (again)"}
 
@@ -123,13 +123,13 @@ class Reporter:
             sys.stderr.write(CLEAR_LINE + progress_line(status))
             sys.stderr.flush()
 
-    def gave_before(self) -> Gave:
+    def contribution_before(self) -> OwnContribution:
         """What this peer had given when it ended; nothing where no file says so."""
         try:
             text = (self._folder / "status.json").read_bytes()
             return TypeAdapter(LoopStatus).validate_json(text).gave
         except (OSError, ValueError):
-            return Gave()
+            return OwnContribution()
 
     def committed(self, report: RoundReport, *, more: bool = False) -> None:
         """more: another record follows at once. Rounds that are only taken become one line: the
@@ -231,7 +231,7 @@ def shown_loss(loss: float | None) -> str:
     return "-" if loss is None else f"{loss:.4f}"
 
 
-def gave_sentence(gave: Gave, val_loss: float | None, sample: str) -> str:
+def contribution_sentence(gave: OwnContribution, val_loss: float | None, sample: str) -> str:
     """What a peer gave, how the validation loss went meanwhile, and what the model writes now."""
     day, rounds = datetime.fromtimestamp(gave.since, timezone.utc), gave.rounds
     words = (
@@ -318,8 +318,8 @@ class LoopMeter:
         self._in_replica_since: float | None = None
         self.computing_s: Callable[[], float] = lambda: 0.0
         self.sample: Callable[[], str] = str
-        self.gave = reporter.gave_before()
-        self.gave_due = False  # to be told
+        self.gave = reporter.contribution_before()
+        self.contribution_due = False  # to be told
         self.state = "joining"
         self.inner_step = 0  # of this round
         self.inner_steps = self.skipped_steps = 0  # taken, and not, since this peer started
@@ -426,13 +426,13 @@ class LoopMeter:
         if self.gave.val_loss is None:
             self.gave = replace(self.gave, val_loss=loss)
 
-    def tell_gave(self) -> None:
+    def tell_contribution(self) -> None:
         """Say what this peer gave so far, if anything."""
-        self.gave_due = False
+        self.contribution_due = False
         if self.gave.tokens:
             now, sample = self.val_loss, self.sample()
             self.reporter.event("gave", **asdict(self.gave), now=now, sample=sample)
-            logger.info("%s", gave_sentence(self.gave, now, sample))
+            logger.info("%s", contribution_sentence(self.gave, now, sample))
 
     def started_over(self, tokens: int) -> None:
         """Its weights were not finite: what it had learnt from so many tokens is lost."""
@@ -497,7 +497,7 @@ class LoopMeter:
             own, of = report.tokens, self.gave.of_tokens + record.tokens
             tokens, rounds = self.gave.tokens + own, self.gave.rounds + (own > 0)
             self.gave = replace(self.gave, rounds=rounds, tokens=tokens, of_tokens=of)
-            self.gave_due |= own > 0 and rounds % GAVE_EVERY == 0
+            self.contribution_due |= own > 0 and rounds % CONTRIBUTION_EVERY == 0
 
     def read(self, known: LoopStatus, **facts: Any) -> LoopStatus:
         """The status of now: what was `known` of the replica, these facts, and all that is counted

@@ -23,8 +23,8 @@ from dilocox.peer.commands import bootstrap
 from dilocox.peer.commands.bootstrap import (
     LOOK_PERIOD_S,
     STUCK_AFTER_S,
-    Beside,
     BootstrapFacts,
+    BootstrapServices,
     bytes_by_stage,
     metrics_of,
     other_bootstraps,
@@ -122,7 +122,7 @@ def test_a_bootstrap_that_joined_others_goes_on_with_them_until_it_is_told_of_ot
         return SimpleNamespace(close=lambda: None)
 
     monkeypatch.setattr(bootstrap, "bootstrap_node", node)
-    monkeypatch.setattr(bootstrap, "Beside", stopped)
+    monkeypatch.setattr(bootstrap, "BootstrapServices", stopped)
     for join in ((address(OTHER),), (), (), (address(THIRD),), ()):
         assert run_bootstrap_command(options(run_yaml, *join, state=state)) == 0
     assert begun == [(address(peer),) for peer in (OTHER, OTHER, OTHER, THIRD, THIRD)]
@@ -161,7 +161,7 @@ def test_a_bootstrap_ticks_what_runs_beside_it_closes_it_before_its_node_and_say
 
     beside = SimpleNamespace(tick=partial(tick, "beside"), close=lambda: done.append("closed"))
     monkeypatch.setattr(bootstrap, "bootstrap_node", node)
-    monkeypatch.setattr(bootstrap, "Beside", lambda *_: beside)
+    monkeypatch.setattr(bootstrap, "BootstrapServices", lambda *_: beside)
     run_yaml = tmp_path / "run.yaml"
     run_yaml.write_text("{name: x, model: tiny, end_tokens: 1000}")
     assert run_bootstrap_command(options(run_yaml, state=tmp_path / "state")) == 0
@@ -267,7 +267,7 @@ def test_a_dead_node_a_dead_archive_and_a_stuck_thread_are_told(
     )
     monkeypatch.setattr(bootstrap, "Archive", lambda **_: archive)
     given = options(Path("run.yaml"), state=tmp_path)
-    with closing(Beside(given, keeper, me, dht, swarm, clock=lambda: now)) as shown:
+    with closing(BootstrapServices(given, keeper, me, dht, swarm, clock=lambda: now)) as shown:
         pages = shown.pages()
         assert pages["/readyz"]().status == 503  # before the first look
         stage = tmp_path / f"{RUN}-archive-{'r' * 16}" / "stage0"

@@ -18,7 +18,7 @@ import pytest
 
 from dilocox.dht.invite import Invite
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.averaging.loop_status import Gave
+from dilocox.peer.averaging.loop_status import OwnContribution
 from dilocox.peer.chain.store import keep_manifest
 from dilocox.peer.hours import Hours, Rest
 from dilocox.peer.http_pages import PageServer
@@ -46,7 +46,7 @@ def a_peer(
     """The folder of a peer of a stage that has given tokens in one round."""
     folder = state / f"{RUN}-stage{stage}"
     folder.mkdir(parents=True, exist_ok=True)
-    gave = Gave(rounds=1, tokens=tokens, of_tokens=10 * tokens)
+    gave = OwnContribution(rounds=1, tokens=tokens, of_tokens=10 * tokens)
     told = status or asdict(replace(STATUS, train_loss=2.5, gave=gave))
     (folder / "status.json").write_text(json.dumps(told))
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dilocox.peer.averaging.events import Committed
-from dilocox.peer.averaging.loop_status import Gave, LoopStatus
+from dilocox.peer.averaging.loop_status import LoopStatus, OwnContribution
 from dilocox.peer.commands.demo import WatchedPeer
 from dilocox.peer.os_process import Child
 from dilocox.peer.rounds.record import Contribution, ReducedShare
@@ -23,8 +23,8 @@ from dilocox.peer.training.report import (
     LoopMeter,
     Reporter,
     RoundReport,
+    contribution_sentence,
     event_in_words,
-    gave_sentence,
 )
 from dilocox.pipeline.messages import Stepped
 from tests.peer.members import template
@@ -241,28 +241,30 @@ def test_what_a_peer_gave_is_counted_from_when_it_joined_and_goes_on_after_a_res
     again.committed(committed(2), Outcome.REPEATED, tokens=0)
     again.committed(committed(3), Outcome.UNDONE, tokens=50)
     again.validated(3, 2.25)
-    assert again.gave == Gave(
+    assert again.gave == OwnContribution(
         since=86_400.0 * 365, rounds=1, tokens=100, of_tokens=600, val_loss=4.5
     )
-    assert gave_sentence(again.gave, again.val_loss, "") == (
+    assert contribution_sentence(again.gave, again.val_loss, "") == (
         "since 1971-01-01 this peer has trained on 100 tokens in 1 committed round, 16.7% of what "
         "its stage learnt from in that time; the validation loss fell from 4.5000 to 2.2500"
     )
 
 
 def test_the_sentence_says_what_the_model_writes_and_of_a_loss_only_what_is_known() -> None:
-    gave = Gave(since=1.0, rounds=100, tokens=51_200, of_tokens=51_200)
-    words = gave_sentence(gave, 2.5, '"def " with "main():"')
+    gave = OwnContribution(since=1.0, rounds=100, tokens=51_200, of_tokens=51_200)
+    words = contribution_sentence(gave, 2.5, '"def " with "main():"')
     assert "51,200 tokens in 100 committed rounds, 100.0% of" in words
     assert words.endswith('in that time; the model now continues "def " with "main():"')
-    assert "went from 2.0000 to 2.5000" in gave_sentence(replace(gave, val_loss=2.0), 2.5, "")
-    assert "validation" not in gave_sentence(replace(gave, val_loss=2.5), 2.5, "")
+    assert "went from 2.0000 to 2.5000" in contribution_sentence(
+        replace(gave, val_loss=2.0), 2.5, ""
+    )
+    assert "validation" not in contribution_sentence(replace(gave, val_loss=2.5), 2.5, "")
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"gave": 7}', '{"gave": {"tokens": "many"}}', "\xff"])
 def test_a_damaged_status_file_costs_only_what_was_counted(tmp_path: Path, text: str) -> None:
     (tmp_path / "status.json").write_text(text)
-    assert Reporter(tmp_path).gave_before() == Gave()
+    assert Reporter(tmp_path).contribution_before() == OwnContribution()
 
 
 def test_the_log_names_a_peer_as_its_owner_says(

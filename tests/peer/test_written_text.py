@@ -64,7 +64,7 @@ def test_a_slow_model_writes_less_and_one_that_is_not_finite_nothing(
 def test_a_peer_says_every_hundred_rounds_what_it_gave_and_what_the_model_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "GAVE_EVERY", 2)
+    monkeypatch.setattr(report, "CONTRIBUTION_EVERY", 2)
     loop = Loop(tmp_path)
     loop.meter.start()
     loop.meter.sample = lambda: '"def" with "ault"'

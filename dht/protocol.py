@@ -102,15 +102,17 @@ class RunProtocol(DHTProtocol):
         handlers: Any = self._rpc_handlers
         calls, limit = self if wrapper is None else wrapper, RequestLimit()
         bounded = {
-            handler.method_name: self._bounded(getattr(calls, handler.method_name), limit)
+            handler.method_name: self.bounded(getattr(calls, handler.method_name), limit)
             for handler in handlers
         }
         hiveminds: Any = super()
         await hiveminds.add_p2p_handlers(p2p, SimpleNamespace(**bounded), **named)
 
-    def _bounded(
+    def bounded(
         self, call: Callable[[Any, P2PContext], Awaitable[Any]], limit: RequestLimit
     ) -> Callable[[Any, P2PContext], Awaitable[Any]]:
+        """A call of others that is answered within their limit; refusals are counted, and told."""
+
         async def answer(request: Any, context: P2PContext) -> Any:
             try:
                 values = len(request.keys) if isinstance(request, dht_pb2.StoreRequest) else 0

@@ -160,10 +160,10 @@ class Swarm:
         payloads = {manifest_key(self._run): signed.to_bytes()}
         return self._store(payloads, MANIFEST_LIFETIME_S, None, CALL_TIMEOUT_S)
 
-    def sealed_manifest(self, timeout_s: float = CALL_TIMEOUT_S) -> bytes | None:
+    def sealed_manifest(self) -> bytes | None:
         """The manifest that the operator signed last, in its envelope; None if nobody gave it."""
         with contextlib.suppress(NoAnswer, Refused):
-            stored, _ = self._find_manifest(timeout_s)
+            stored, _ = self._find_manifest(CALL_TIMEOUT_S)
             return None if stored is None else sealed_bytes(stored)
         return None
 

@@ -257,7 +257,7 @@ class Hostile:
     # ---- pieces ----------------------------------------------------------------------------------
     def _keep_to_themselves(self) -> None:
         """Have nodes that are made from now on tell nothing, and that late."""
-        questions, bounded = self._questions, RunProtocol._bounded
+        questions, bounded = self._questions, RunProtocol.bounded
 
         def late(self: RunProtocol, call: Any, limit: Any) -> Any:
             answer = bounded(self, call, limit)
@@ -269,7 +269,7 @@ class Hostile:
 
             return answer_late
 
-        RunProtocol._bounded = late
+        RunProtocol.bounded = late
         protocol.entries_of = lambda stored: []
 
     def _node(self, identity: Identity) -> RunDHT:

@@ -177,6 +177,9 @@ class StageRecord(Record):
     computing_share: Number | None = field(
         default=None, metadata={"figure": "Of its time in replicas in which its stage computed."}
     )
+    spare_share: Number | None = field(
+        default=None, metadata={"figure": "Of its time since it first trained in no replica."}
+    )
     name: Text = ""
     team: Text = ""
 

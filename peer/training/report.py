@@ -308,6 +308,7 @@ class LoopMeter:
         self._numel = numel
         self._began = self._line_began = time.monotonic()
         self._waited_before_s = self._line_waited_s = 0.0  # for averages, when these began
+        self._spare_before_s = 0.0  # when `_began`
         self._waiting_since = self._began
         self._waiting_for: Waiting | None = None
         self._accounted_at, self._accounted_s = self._began, 0.0
@@ -343,7 +344,9 @@ class LoopMeter:
         if not self.gave.since:
             self.gave = replace(self.gave, since=time.time())
         self.reporter.event("training")
+        self._count_rest(in_replica=False)
         self._began = self._line_began = time.monotonic()
+        self._spare_before_s = self.waiting_s["spare"]
         self._waited_before_s = self._line_waited_s = self._waited_s(FOR_AVERAGES)
         self._stalled_before_s = self._waited_s(PER_ROUND)
 
@@ -504,6 +507,7 @@ class LoopMeter:
         here.
         """
         now = time.monotonic()
+        trained_for_s = max(now - self._began, 1e-9)
         self._count_rest(in_replica=bool(known.head))
         if self._in_replica_since is None and known.head:
             self._in_replica_since = now
@@ -519,9 +523,10 @@ class LoopMeter:
             train_loss=self.train_loss,
             val_loss=self.val_loss,
             val_round=self.val_round,
-            waiting_share=waited_s / max(now - self._began, 1e-9),
+            waiting_share=waited_s / trained_for_s,
             round_waiting_share=self.round_waiting_share,
             computing_share=0.0 if since is None else computing_s / max(now - since, 1e-9),
+            spare_share=(self.waiting_s["spare"] - self._spare_before_s) / trained_for_s,
             compression_error=self.compression_error,
             gave=self.gave,
             **facts,

@@ -153,6 +153,7 @@ def test_all_time_is_computing_or_waiting_for_something(meter: LoopMeter, clock:
     publish(meter)
     assert waited(meter) == {"join": 4, "spare": 5, "neighbours": 1 + 7, "merge": 2}
     assert computed + sum(meter.waiting_s.values()) == clock.now - began
+    assert meter.read(LoopStatus(head="h")).spare_share == 5 / (5 + 4 + 2 + 8)
 
 
 def test_inner_steps_and_those_not_taken_are_counted_over_all_rounds(meter: LoopMeter) -> None:

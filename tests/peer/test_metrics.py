@@ -48,7 +48,7 @@ LABELS = {
     "gauge": {
         (): "group_size compression_ratio compression_error_ratio residual_norm round "
         "round_inner_steps train_loss validation_loss replica_epoch last_round_timestamp_seconds "
-        "in_replica computing_ratio "
+        "in_replica computing_ratio spare_ratio "
         "ready manifest_revision spares month_traffic_bytes month_traffic_limit_bytes",
         ("version", "protocol", "run"): "build_info",
         ("state",): "peer_state",

@@ -6,6 +6,11 @@ without a traceback; anything else that escapes is a bug and keeps its traceback
 """
 
 
+def reason_of(error: Exception) -> str:
+    """What an error says, its first line; its kind where it says nothing."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 class DilocoxError(Exception):
     """An error with a message for people."""
 

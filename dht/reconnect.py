@@ -24,6 +24,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from dilocox.dht.addresses import MAX_ENTRIES
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.invite import bootstrap_address
+from dilocox.dht.names import shown_peer
 from dilocox.dht.reachability import allowed_ips, ask_time
 from dilocox.dht.records import StageRecord
 
@@ -158,7 +159,7 @@ class Redialler:
                 answered = await self._answers(PeerID.from_base58(peer), addresses)
                 failures = self._failures[peer] = 0 if answered else self._failures.get(peer, 0) + 1
                 if failures and failures % PATIENCE == 0:
-                    logger.info("peer %s does not answer; dialling it again", peer[-6:])
+                    logger.info("peer %s does not answer; dialling it again", shown_peer(peer))
                     await self._hang_up(PeerID.from_base58(peer))
                     answered = await self._answers(PeerID.from_base58(peer), addresses)
             self._next[peer] = time.monotonic() + (BEAT_S if answered else SOON_S)

@@ -27,7 +27,7 @@ import torch
 from hivemind.p2p import P2P, P2PDaemonError, PeerID, ServicerBase
 from hivemind.proto import runtime_pb2
 
-from dilocox.dht.errors import DilocoxError, EnvironmentFault
+from dilocox.dht.errors import DilocoxError, EnvironmentFault, reason_of
 from dilocox.dht.node_process import shared_zeros
 from dilocox.dht.upload_limit import CHUNK_BYTES, UploadLimit
 
@@ -391,7 +391,7 @@ class LoopThread:
             self.close()
             if isinstance(error, DilocoxError):  # it names its own remedy
                 raise
-            reason = str(error) or type(error).__name__
+            reason = reason_of(error)
             raise EnvironmentFault(
                 f"the {self._name} thread did not start within {limit_s:.0f} s ({reason}): is this "
                 "machine overloaded?"

@@ -27,6 +27,7 @@ from hivemind.averaging.matchmaking import (  # pyright: ignore[reportMissingTyp
 )
 
 from dilocox.dht.errors import DilocoxError
+from dilocox.dht.names import shown_peer
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.averager import AveragerStuck, StageAverager
 from dilocox.peer.averaging.events import EventQueue, Voided
@@ -331,7 +332,7 @@ class ExchangeDriver:
             "round %d, attempt %d: looking for the group of %s, due in %.1f s",
             job.round,
             job.attempt,
-            ", ".join(peer[-6:] for peer in counted),
+            ", ".join(map(shown_peer, counted)),
             job.scheduled_at - self._clock.time(),
         )
         try:

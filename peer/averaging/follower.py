@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from dilocox.dht.errors import reason_of
 from dilocox.dht.records import ClaimRecord
 from dilocox.dht.rpc import CallRefused, PeerBusy, TooSlow
 from dilocox.dht.swarm_view import SwarmView
@@ -339,7 +340,7 @@ class ChainFollower:
             if isinstance(error, PeerBusy):
                 logger.info("%s", error)
             else:
-                reason = str(error) or type(error).__name__
+                reason = reason_of(error)
                 logger.warning("catching up failed; trying again: %s", reason)
             self._book.asked_in_vain(self._asked, error)
             pause_s = 0.0

@@ -30,8 +30,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dilocox.dht.errors import InvalidInput
+from dilocox.dht.errors import InvalidInput, reason_of
 from dilocox.dht.files import make_folder, sync
+from dilocox.dht.names import cut, shown_peer
 from dilocox.dht.records import ClaimRecord
 from dilocox.dht.rpc import REFUSED, CallRefused, Client
 from dilocox.dht.swarm_view import SwarmView, that_count
@@ -400,7 +401,7 @@ class StageArchive:
                     "bootstrap was cut off for long, start it again",
                     self,
                     claim.round,
-                    peer[-6:],
+                    shown_peer(peer),
                 )
                 self._book.ignore(claim.digest)
                 continue
@@ -439,7 +440,9 @@ class StageArchive:
         if not came:
             self._book.asked_in_vain(peer, error)
             if not self._book.failing(claim.digest):
-                logger.info("%s: round %d from %s: %s", self, claim.round, peer[-6:], _said(error))
+                logger.info(
+                    "%s: round %d from %s: %s", self, claim.round, shown_peer(peer), _said(error)
+                )
         if self._book.failed(claim.digest, error, came=came):
             logger.info(
                 "%s: no peer serves the record of round %d; ignoring its claim", self, claim.round
@@ -602,5 +605,4 @@ class StageArchive:
 
 
 def _said(error: Exception) -> str:
-    text = str(error) or type(error).__name__
-    return text if len(text) <= 160 else f"{text[:160]}..."  # p2pd lists all addresses
+    return cut(reason_of(error), 160)  # p2pd lists all addresses

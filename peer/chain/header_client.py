@@ -15,7 +15,8 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from dilocox.dht.errors import EnvironmentFault
+from dilocox.dht.errors import EnvironmentFault, reason_of
+from dilocox.dht.names import shown_peer
 from dilocox.dht.rpc import REFUSED, CallRefused, Client
 from dilocox.peer.chain.store import HEADER_BYTES
 from dilocox.peer.chain.summary import ChainRound
@@ -124,7 +125,7 @@ class HeaderClient:
                 found = await ask(peer)
             except REFUSED as error:
                 if len(self.holders) > 1:
-                    logger.info("%s: %s", peer[-6:], str(error) or type(error).__name__)
+                    logger.info("%s: %s", shown_peer(peer), reason_of(error))
                 if type(failure) is not RecordRefused:
                     failure = error
                 continue

@@ -30,10 +30,11 @@ from typing import Annotated, Any, NamedTuple, cast
 
 from pydantic import AfterValidator, Field, TypeAdapter
 
+from dilocox.dht.errors import reason_of
 from dilocox.dht.files import disk_fault, make_folder, write_atomically
 from dilocox.dht.identity import Identity, public_key_of, verify
 from dilocox.dht.manifest import Manifest
-from dilocox.dht.names import MAX_NAME, cut
+from dilocox.dht.names import MAX_NAME, cut, shown_peer
 from dilocox.dht.records import StageRecord
 from dilocox.dht.rpc import REFUSED, Blob, CallRefused, Client
 from dilocox.peer.chain.stated import MAX_LOSS, MAX_NUMBER
@@ -408,12 +409,12 @@ async def _told(client: Client, peer: str, run: str, after: int, silent: set[str
             after = page.rows[-1].round
     except REFUSED as error:
         if peer not in silent:
-            reason = (str(error) or type(error).__name__).replace(peer, "it")
-            logger.info("no history from bootstrap %s yet: %s", peer[-6:], reason)
+            reason = reason_of(error).replace(peer, "it")
+            logger.info("no history from bootstrap %s yet: %s", shown_peer(peer), reason)
         silent.add(peer)
     else:
         if peer in silent:
-            logger.info("bootstrap %s gives its history now", peer[-6:])
+            logger.info("bootstrap %s gives its history now", shown_peer(peer))
         silent.discard(peer)
     return told
 

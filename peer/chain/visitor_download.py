@@ -25,9 +25,10 @@ from pathlib import Path
 from torch import Tensor
 
 from dilocox.compression.layout import FlatLayout
-from dilocox.dht.errors import EnvironmentFault
+from dilocox.dht.errors import EnvironmentFault, reason_of
 from dilocox.dht.files import make_folder
 from dilocox.dht.join import Joined
+from dilocox.dht.names import shown_peer
 from dilocox.dht.records import ClaimRecord, averaging_prefix, claim_key
 from dilocox.dht.rpc import REFUSED, Client
 from dilocox.dht.swarm_view import nobody_holds, that_count
@@ -195,7 +196,7 @@ async def download_chain(claimed: ClaimedChain, folder: Path) -> tuple[KeptChain
         try:
             states.append(await claimed.chain.download(offer, folder / f"state{index}"))
         except REFUSED as error:
-            logger.warning("%s gave no state: %s", offer.peer[-6:], error)
+            logger.warning("%s gave no state: %s", shown_peer(offer.peer), error)
     stage = claimed.chain.check.stage
     return KeptChain(stage=stage, records=tuple(log.entries()), states=tuple(states)), flaws
 
@@ -206,7 +207,7 @@ async def _pinned(chain: ChainClient, holders: Iterable[str], folder: Path) -> l
         try:
             return [await chain.initial(peer, folder)]
         except REFUSED as error:
-            logger.info("%s gave no initial weights: %s", peer[-6:], error)
+            logger.info("%s gave no initial weights: %s", shown_peer(peer), error)
     return []
 
 
@@ -353,10 +354,10 @@ class _Download:
                 asked = self._from_peer(claimed, peer, claim, round_number)
                 found = await asyncio.wait_for(asked, limit_s)
             except REFUSED as error:
-                last = str(error) or type(error).__name__
+                last = reason_of(error)
                 # another may give it; what is not sound is worth a look all the same
                 level = logging.WARNING if isinstance(error, ValueError) else logging.INFO
-                logger.log(level, "stage %d: %s gave no anchor: %s", stage, peer[-6:], error)
+                logger.log(level, "stage %d: %s gave no anchor: %s", stage, shown_peer(peer), error)
                 continue
             await asyncio.to_thread(self.take, found)
             return found.place, ""

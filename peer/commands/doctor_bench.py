@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from dilocox.dht.errors import DilocoxError
+from dilocox.dht.errors import DilocoxError, reason_of
 from dilocox.peer.commands.doctor_checks import DeviceFacts, SpeedFacts
 from dilocox.peer.process.prepare import StageNeeds
 from dilocox.peer.training.inner_optimizer import InnerOptimizer
@@ -52,7 +52,7 @@ def measure_speed(option: str, needs: StageNeeds, *, limit_s: float) -> SpeedFac
             found.append(SpeedFacts(tokens_per_s=flops / per_token, measured=False))
             found.append(SpeedFacts(tokens_per_s=measured_speed(needs, device)))
         except (DilocoxError, RuntimeError, MemoryError, ValueError) as error:
-            reason = (str(error) or type(error).__name__).splitlines()[0]
+            reason = reason_of(error)
             found.append(SpeedFacts(fault=reason))
 
     _within(limit_s, measure)

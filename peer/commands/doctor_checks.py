@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from dilocox.dht.errors import DilocoxError
+from dilocox.dht.errors import DilocoxError, reason_of
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import bootstrap_address
 from dilocox.peer.memory_and_disk import SPARE_SHARE, Check, nearest, size
@@ -97,7 +97,7 @@ def _library(name: str, needed: str) -> Library:
     except importlib.metadata.PackageNotFoundError:
         pass
     except Exception as error:  # noqa: BLE001 - a broken library raises what it likes
-        why = (str(error) or type(error).__name__).splitlines()[0]
+        why = reason_of(error)
     return Library(name=name, version=version, needed=needed, fault=why)
 
 

@@ -19,8 +19,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dilocox.dht.errors import DilocoxError, EnvironmentFault, InvalidInput
+from dilocox.dht.errors import DilocoxError, EnvironmentFault, InvalidInput, reason_of
 from dilocox.dht.manifest import Manifest
+from dilocox.dht.names import shown_peer
 from dilocox.dht.rpc import REFUSED, LoopThread, PeerBusy
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.chain.chain_client import STATE_LIMIT_S, ChainEnd, Limits, NoState, load_state
@@ -115,8 +116,8 @@ async def _taken(local: LocalPeer, wait_s: float) -> KeptState:
             except REFUSED as error:
                 if isinstance(error, PeerBusy):  # it has them, and others take them now
                     give_up = time.monotonic() + wait_s
-                last = str(error) or type(error).__name__
-                logger.info("no initial weights from %s: %s", peer[-6:], last)
+                last = reason_of(error)
+                logger.info("no initial weights from %s: %s", shown_peer(peer), last)
         await asyncio.sleep(LOOK_S)
     raise EnvironmentFault(
         f"nobody gives the initial weights of stage {local.stage} ({last}): the operator's "

@@ -23,6 +23,7 @@ from dilocox.dht.files import make_folder, write_atomically
 from dilocox.dht.invite import bootstrap_address
 from dilocox.dht.join import Joined
 from dilocox.dht.manifest import Manifest
+from dilocox.dht.names import shown_peer
 from dilocox.dht.records import averaging_prefix
 from dilocox.dht.rpc import REFUSED, Client, LoopThread
 from dilocox.dht.wire import Malformed, pack, unpack
@@ -122,7 +123,7 @@ def _fetched(place: Joined, bootstraps: Sequence[str], give_up: float) -> dict[s
                     if (found := thread.ask(asked, FETCH_LIMIT_S)) is not None:
                         return _unpacked(found.data)
                 except REFUSED as error:
-                    logger.info("no tokenizer from %s: %s", peer[-6:], error)
+                    logger.info("no tokenizer from %s: %s", shown_peer(peer), error)
             if time.monotonic() > give_up:
                 return None
             time.sleep(PAUSE_S)

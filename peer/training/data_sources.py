@@ -49,7 +49,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from dilocox.dht.errors import EnvironmentFault, InvalidInput
+from dilocox.dht.errors import EnvironmentFault, InvalidInput, reason_of
 from dilocox.dht.manifest import DataSpec
 from dilocox.dht.manifest_sections import ENDINGS, format_of
 from dilocox.peer.training.data_pieces import (
@@ -347,7 +347,7 @@ def require_hub(
         ) from error
     except (OSError, errors.HTTPError) as error:
         raise EnvironmentFault(
-            f"the Hugging Face hub does not answer for {field} {name!r} ({_reason(error)}); "
+            f"the Hugging Face hub does not answer for {field} {name!r} ({reason_of(error)}); "
             f"check the network, or set {field} to something on this machine"
         ) from error
 
@@ -364,12 +364,8 @@ def reading(spec: DataSpec) -> Generator[None, None, None]:
         if spec.format == "hub":
             remedy = "check the network, and that HF_HOME names a folder that can be written"
         raise EnvironmentFault(
-            f"{spec.SOURCE} {spec.source!r} cannot be read ({_reason(error)}); {remedy}"
+            f"{spec.SOURCE} {spec.source!r} cannot be read ({reason_of(error)}); {remedy}"
         ) from error
-
-
-def _reason(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 HELD_OUT_BYTES = 1 << 20

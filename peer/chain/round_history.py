@@ -361,7 +361,7 @@ async def ask_history(
     silent: set[str] | None = None,
     witness: str = "",
 ) -> ToldHistory:
-    """What bootstraps have after a round, merged; the first one, the witness, is believed.
+    """What bootstraps have after a round, merged; the witness is asked, and believed, first.
 
     Empty where none answers or all are of an older version; names come with those who ask from
     FIRST on. client: with stage 0's namespace.
@@ -370,7 +370,7 @@ async def ask_history(
     """
     found, all_told = dict[int, HistoryRow](), ToldHistory([], {})
     silent = set() if silent is None else silent
-    for peer in bootstraps:
+    for peer in sorted(bootstraps, key=lambda peer: peer != witness):
         told = await _told(client, peer, run, after, silent)
         merge(found, told.rows, manifest)
         all_told = all_told.with_more(told if peer == witness else told._replace(samples={}))

@@ -273,8 +273,7 @@ async def _told_history(place: Joined, invite: Invite, deadline: float) -> ToldH
         namespace=averaging_prefix(place.run, 0),
         record_bytes=0,
     )
-    peers = sorted(invite.peer_ids, key=lambda peer: peer != place.witness)
-    asked = ask_history(client, peers, place.run, place.manifest)
+    asked = ask_history(client, invite.peer_ids, place.run, place.manifest, witness=place.witness)
     try:
         return await asyncio.wait_for(asked, max(1.0, deadline - time.monotonic()))
     except asyncio.TimeoutError:

@@ -266,8 +266,7 @@ class ChainReader(LoopThread):
         witness: whose word counts first.
         """
         if self._asking is None and self.running:
-            peers = sorted(self._bootstraps, key=lambda peer: (peer != witness, peer))
-            run, silent = self._run_id, self._silent
+            peers, run, silent = sorted(self._bootstraps), self._run_id, self._silent
             asked = ask_history(self._client(0), peers, run, manifest, after, silent, witness)
             self._asking = asyncio.run_coroutine_threadsafe(asked, self.loop)
 

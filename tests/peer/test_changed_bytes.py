@@ -209,13 +209,21 @@ def test_a_manifest_with_a_changed_byte_counts_for_nobody(
     kept.write_bytes(signed.to_bytes())
     number = RevisionFolder(tmp_path, run).add(signed)
     (revision,) = tmp_path.rglob(f"{number:08d}.signed")
+    refused = 0
     for place in changed(kept):
         caplog.clear()
-        assert kept_manifest(kept, run) is None, f"byte {place}"
-        assert str(kept) in caplog.text
-    for _ in changed(revision):
-        with pytest.raises(InvalidInput, match=str(revision)):
-            RevisionFolder(tmp_path, run).newest()
+        found = kept_manifest(kept, run)
+        assert found in (None, signed), f"byte {place}"  # padding bits of deflate mean nothing
+        assert (found is None) == (str(kept) in caplog.text)
+        refused += found is None
+    assert refused > PLACES + EDGE
+    for place in changed(revision):
+        try:
+            assert RevisionFolder(tmp_path, run).newest() == signed, f"byte {place}"
+        except InvalidInput as error:
+            assert str(revision) in str(error)
+            refused -= 1
+    assert refused == 0
     caplog.clear()
     assert kept_manifest(kept, run) == RevisionFolder(tmp_path, run).newest() == signed
     assert kept_manifest(tmp_path / "none.signed", run) is None

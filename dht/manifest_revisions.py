@@ -329,7 +329,7 @@ def kept_manifest(file: Path, run: str) -> SignedManifest | None:
     except FileNotFoundError:
         return None
     except (OSError, InvalidInput) as error:
-        logger.warning("%s does not count: %s; the swarm's newest manifest will", file, error)
+        logger.warning("%s does not count: %s; the swarm's newest manifest does", file, error)
         return None
     return signed
 

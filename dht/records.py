@@ -178,7 +178,7 @@ class StageRecord(Record):
         default=None, metadata={"figure": "Of its time in replicas in which its stage computed."}
     )
     spare_share: Number | None = field(
-        default=None, metadata={"figure": "Of its time since it first trained in no replica."}
+        default=None, metadata={"figure": "Of its time since it began to train, in no replica."}
     )
     name: Text = ""
     team: Text = ""

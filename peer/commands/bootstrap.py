@@ -215,10 +215,10 @@ def run_bootstrap_command(options: BootstrapOptions) -> int:
             typer.echo(f"dilocox peer {node.invite}")
             with closing(
                 BootstrapServices(options, keeper, identity, node.dht, node.swarm)
-            ) as beside:
+            ) as services:
                 while not stop.event.wait(WATCH_PERIOD_S):
                     node.tick()
-                    beside.tick()
+                    services.tick()
     logger.info("left: stopped on request")
     return 0
 

@@ -28,6 +28,7 @@ from dilocox.peer.rounds.group import (
     Plan,
     TooFew,
     attempt_times,
+    reducers_of,
     taking_part,
 )
 from dilocox.peer.rounds.rank_choice import facts_of, following_window, next_inner_steps
@@ -249,7 +250,10 @@ class _Exchange:
     def _end(self) -> None:
         lost = self._lost()
         deadlines = self._meetings.manifest.deadlines
-        if lost:  # their means are missing: all the others abort, and say whom they missed
+        order = next(iter(self._orders.values()))
+        before = () if order.last is None else order.last.standings
+        if lost & reducers_of(order.plan, before, self._group.keys(), self._voters):
+            # their means are missing: all the others abort, and say whom they missed
             missed = tuple(sorted(lost))
             for peer in self._group:
                 if self._group[peer].answers:
@@ -265,14 +269,15 @@ class _Exchange:
             self.votes = {peer: Vote(voter=peer, digest=None) for peer in self._group}
             self._lines.network.timeline.after(self._lines.network.rtt_s, self._tell)
             return
-        record = self._make_record()
-        self.votes = {peer: Vote(voter=peer, digest=record.digest) for peer in self._group}
-        heard = [self._heard(peer, peer) for peer in self._group]
+        record = self._make_record(lost)
+        here = self._group.keys() - lost
+        self.votes = {peer: Vote(voter=peer, digest=record.digest) for peer in sorted(here)}
+        heard = [self._heard(peer, peer) for peer in self.votes]
         certificate = frozenset(vote.voter for vote in heard if vote.digest == record.digest)
         self.record = replace(record, certificate=certificate)
         self._lines.network.timeline.after(self._lines.network.rtt_s, self._tell)
 
-    def _make_record(self) -> SimulatedRecord:
+    def _make_record(self, lost: Collection[str]) -> SimulatedRecord:
         orders, network = self._orders, self._lines.network
         order = next(iter(orders.values()))
         stated = {peer: each.tokens for peer, each in orders.items()}
@@ -280,6 +285,7 @@ class _Exchange:
         members = [
             Contribution(peer=peer, tokens=min(each.tokens, most), **each.times)
             for peer, each in orders.items()
+            if peer not in lost
         ]
         timely = [each for each in members if network.random.random() >= self._lines.late]
         members = timely or members

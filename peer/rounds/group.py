@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -42,7 +42,14 @@ from dilocox.peer.rounds.record import (
     largest_group,
     part_bytes,
 )
-from dilocox.peer.rounds.standing import credits, most_tokens, sitting_out, voters
+from dilocox.peer.rounds.standing import (
+    Standing,
+    credits,
+    most_tokens,
+    silent_without_vote,
+    sitting_out,
+    voters,
+)
 from dilocox.peer.rounds.vote_count import MAX_MEMBERS, Verdict, counted_by, may_start
 
 PHASE_SHARE = 0.25  # of the exchange's time that a phase has whatever its bytes
@@ -427,8 +434,7 @@ def attempt_setup(
 
     A repeated attempt leaves out the peers that the signed aborts of the first one blame; who of
     the others takes part says `taking_part`. Where more come than a record holds, those who were in
-    the most records stay. A repeated attempt is reduced by those that vote, if any can be reached.
-    `group`: the id of the group, from which its rows follow.
+    the most records stay. `group`: the id of the group, from which its rows follow.
 
     Raises:
         GroupRefused: there is nobody to reduce, or no place for this peer.
@@ -478,9 +484,7 @@ def attempt_setup(
     clients = {peer for peer, each in tickets.items() if each.client_mode}
     if len(members) == 1:  # alone, a peer that can only dial out averages its own part
         clients = set[str]()
-    reducers = tickets.keys() - clients
-    if plan.attempt:  # a silent one is not to be a key that costs nothing
-        reducers = reducers & voting or reducers
+    reducers = reducers_of(plan, before, tickets.keys() - clients, voting)
     if not reducers:
         raise GroupRefused("no member can be reached from outside, so nobody can reduce")
     phases = codec.phases(plan.ranks)
@@ -520,6 +524,19 @@ def attempt_setup(
         codec_s=codec_s,
         robust=manifest.rounds.robust,
     )
+
+
+def reducers_of(
+    plan: Plan, before: Iterable[Standing], reachable: Set[str], voting: Set[str]
+) -> Set[str]:
+    """Who averages, of the members that can be reached, by the record before this round.
+
+    A reducer that falls silent voids the attempt, and a fresh key costs nothing: where it is
+    repeated, or one was of late because of such a key, those average who vote, if there are any.
+    """
+    if plan.attempt or silent_without_vote(before, plan.round):
+        return reachable & voting or reachable
+    return reachable
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,8 +94,10 @@ def following_standings(
     for peer in excluded:
         found = known.get(peer, Standing(peer=peer, round=round_number))
         known[peer] = found.excluded(round_number)
-    newest = sorted(known.values(), key=lambda each: (-each.round, each.peer))[:MAX_STANDINGS]
-    return tuple(sorted(newest, key=lambda each: each.peer))
+    # first who ever gave something: a crowd of keys that only came would else make all forgotten
+    places = {each: (not each.credited, -each.round, -each.credited) for each in known.values()}
+    first = sorted(known.values(), key=lambda each: (places[each], each.peer))[:MAX_STANDINGS]
+    return tuple(sorted(first, key=lambda each: each.peer))
 
 
 def follows(
@@ -124,6 +126,14 @@ def voters_before(after: Iterable[Standing], heard: Mapping[str, float]) -> froz
 def sitting_out(before: Iterable[Standing], round_number: int) -> set[str]:
     """Who takes no part in a round, by the record before it."""
     return {each.peer for each in before if each.sits_out(round_number)}
+
+
+def silent_without_vote(before: Iterable[Standing], round_number: int) -> bool:
+    """Whether of late an attempt had to be repeated without a peer that had no vote, by the record
+    before this round.
+    """
+    aged = (each.aged(round_number) for each in before)
+    return any(each is not None and each.times and each.credited < VOTING_RECORDS for each in aged)
 
 
 def credits(

@@ -24,9 +24,17 @@ from dilocox.peer.rounds.group import (
     Ticket,
     attempt_setup,
     attempt_times,
+    reducers_of,
 )
 from dilocox.peer.rounds.record import stage_codec
-from dilocox.peer.rounds.standing import MOST_TOKENS, Standing
+from dilocox.peer.rounds.standing import (
+    MOST_TOKENS,
+    Standing,
+    credits,
+    following_standings,
+    sitting_out,
+    voters,
+)
 from dilocox.peer.rounds.vote_count import MAX_MEMBERS, may_start
 from tests.peer.members import LAYOUT, template
 from tests.peer.test_ballots import ballots_of
@@ -457,6 +465,46 @@ def test_who_sits_out_is_in_no_group_that_can_go_on_without_it() -> None:
     there["last"] = later
     agreed = setup(dict.fromkeys("abc", TICKET), **there)
     assert len(agreed.members) == 3
+
+
+@pytest.mark.parametrize(
+    ("attempt", "ago", "reducing"),
+    [(0, None, "abn"), (1, None, "ab"), (0, 1, "ab"), (0, 7, "ab"), (0, 8, "abn")],
+)
+def test_a_fresh_key_reduces_unless_one_fell_silent_of_late(
+    attempt: int, ago: int | None, reducing: str
+) -> None:
+    """Each attempt with a silent reducer is void: a crowd of keys voided every first one."""
+    number = 20
+    known = [Standing(peer=peer, round=number - 1, credited=9) for peer in "ab"]
+    if ago is not None:
+        known.append(Standing(peer="gone", round=number - ago, times=1, left_out=number - ago))
+    agreed = setup(
+        dict.fromkeys(
+            "abn", replace(TICKET, plan=replace(PLAN, round=number, attempt=attempt).key)
+        ),
+        plan=replace(PLAN, round=number, attempt=attempt),
+        last=template(standings=tuple(known)),
+        last_contributors=("a", "b"),
+    )
+    assert {share.reducer for share in agreed.shares} == set(reducing)
+    assert {member.peer for member in agreed.members} == set("abn")
+
+
+@pytest.mark.parametrize(("fresh", "voids"), [(True, 8), (False, 1)])
+def test_a_silent_crowd_voids_one_round_in_eight(fresh: bool, voids: int) -> None:
+    """Of sixty, with six keys in all first attempts, the same ones or each time others."""
+    honest, found, known = frozenset("abcd"), 0, tuple[Standing, ...]()
+    for number in range(70):
+        came = {f"{number * fresh}-{place}" for place in range(6)} if number >= 10 else set[str]()
+        came -= sitting_out(known, number)
+        group, plan = honest | came, replace(PLAN, round=number)
+        reducing = reducers_of(plan, known, group, voters(credits(group, known, number)))
+        void = bool(came & reducing)
+        found += void
+        there = dict.fromkeys(honest, 1.0) | dict.fromkeys(set() if void else came, 0.0)
+        known = following_standings(known, number, there, came if void else ())
+    assert found == voids
 
 
 def test_aborts_blame_nobody_in_a_first_attempt(identities: list[Identity], tmp_path: Path) -> None:

@@ -9,12 +9,15 @@ import pytest
 
 from dilocox.peer.rounds.standing import (
     FORGOTTEN_ROUNDS,
+    MAX_STANDINGS,
     MOST_TOKENS,
     Standing,
     bounded_weights,
     credits,
     following_standings,
+    follows,
     most_tokens,
+    silent_without_vote,
     sitting_out,
     voters,
     voters_before,
@@ -70,6 +73,26 @@ def test_a_record_remembers_the_newest_of_many() -> None:
     assert len(more) == 320 and list(more) == sorted(more, key=lambda each: each.peer)
     assert sum(each.round == 2 for each in more) == 100
     assert {each.credited for each in more if "250" <= each.peer < "300"} == {2}
+
+
+def test_a_crowd_that_was_left_out_makes_nobody_forgotten() -> None:
+    """Who is forgotten has no vote any more; where all are, the crowd has one, too."""
+    known = after(3, heard={"x": 1.0, "y": 1.0, "z": 1.0})
+    crowd = [f"{place:03d}" for place in range(MAX_STANDINGS)]
+    known = following_standings(known, 3, {"x": 1.0, "y": 1.0}, crowd)
+    assert credits([*"xyz", *crowd], known, 4) == {"x": 4, "y": 4, "z": 3} | dict.fromkeys(crowd, 0)
+    assert len(known) == MAX_STANDINGS and follows(
+        known, after(3, heard=dict.fromkeys("xyz", 1.0)), 3, dict.fromkeys("xy", 1.0)
+    )
+
+
+def test_that_a_key_without_a_vote_was_left_out_is_known_for_seven_rounds() -> None:
+    known = after(9, heard={"a": 1.0, "b": 1.0}, left_out=[8])
+    assert not silent_without_vote(known, 9), "one of those that vote"
+    known = following_standings(known, 9, {"a": 1.0, "b": 1.0}, ["fresh"])
+    assert [number for number in range(10, 99) if silent_without_vote(known, number)] == [
+        *range(10, 17)
+    ]
 
 
 # ---- unheard -------------------------------------------------------------------------------------

@@ -52,6 +52,7 @@ from dilocox.peer.averaging.follower import ChainFollower
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.rounds.round_end import newest_credible
+from dilocox.peer.rounds.standing import ever_credited
 
 R = TypeVar("R", bound=Record)
 
@@ -66,7 +67,7 @@ LONGEST_S = min(MAX_LIFETIME_S["stage"], MAX_LIFETIME_S["bell"]) / LIFETIMES
 LOOKS = 4  # at one's own stage, between two announcements of the others
 OTHERS_SHARE = 4  # intervals between two looks at other stages
 RENEWED_AT = 2 / 3  # of its lifetime, a record at the latest: the intervals may have grown since
-# how many peers of a stage count: so many times those that its newest record remembers, and a few
+# how many peers of a stage count: so many times those that were in a record of late, and a few
 COUNTED_TIMES, COUNTED_MORE = 2, 4
 COUNTED_FIRST = 16  # before it has one
 
@@ -297,8 +298,8 @@ class Announcer:
         last = self._chain.last_record
         if last is None:
             return COUNTED_FIRST
-        remembered = {each.peer for each in last.standings} & self.view.stage.keys()
-        return COUNTED_TIMES * len(remembered) + COUNTED_MORE
+        known = ever_credited(last.standings) & self.view.stage.keys()
+        return COUNTED_TIMES * len(known) + COUNTED_MORE
 
     def _credible(
         self, replicas: Mapping[str, ReplicaRecord], own_round: int

@@ -40,6 +40,7 @@ from dilocox.peer.chain.rollback import last_rollback
 from dilocox.peer.memory_and_disk import check_use
 from dilocox.peer.rounds.record import SendFacts
 from dilocox.peer.rounds.round_end import RoundKeeper
+from dilocox.peer.rounds.standing import ever_credited
 from dilocox.pipeline.stage_choice import Mover
 
 logger = logging.getLogger(__name__)
@@ -418,8 +419,8 @@ class Coordinator(threading.Thread):
         if whole:
             bootstrap = self._local.swarm.bootstrap_answers(BOOTSTRAP_LIMIT_S)
             lease = None if self._leaving else self._lease
-            standings = last.standings if (last := self.chain.last_record) else ()
-            credited = {each.peer for each in standings if each.credited}
+            last = self.chain.last_record
+            credited = ever_credited(last.standings) if last else set[str]()
             if lease is not None and lease.settle(credited):
                 self.data_part = (lease.part, lease.position)
                 self.announce()

@@ -300,6 +300,7 @@ class ExchangeDriver:
             job.unreliable = self._unreliable
         on, names = job.unreliable
         unreliable = names if on == plan.previous else frozenset[str]()
+        often = self._credits(unreliable)
         proven = {peer for peer in voters(known) if known[peer]} - dial_out
         sitting = sitting_out(() if last is None else last.standings, job.round)
         doubtful = proven & (unreliable | sitting)
@@ -326,7 +327,8 @@ class ExchangeDriver:
             alone=alone,
             abort=job.abort,
             blamed=job.blamed,
-            unreliable=tuple(sorted(unreliable)),
+            # a ticket has room for some: not for a crowd before one that has a vote
+            unreliable=tuple(sorted(unreliable, key=lambda peer: (-often[peer], peer))),
         )
         logger.debug(
             "round %d, attempt %d: looking for the group of %s, due in %.1f s",

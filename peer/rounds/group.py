@@ -45,8 +45,8 @@ from dilocox.peer.rounds.record import (
 from dilocox.peer.rounds.standing import (
     Standing,
     credits,
+    left_out_without_vote,
     most_tokens,
-    silent_without_vote,
     sitting_out,
     voters,
 )
@@ -534,7 +534,7 @@ def reducers_of(
     A reducer that falls silent voids the attempt, and a fresh key costs nothing: where it is
     repeated, or one was of late because of such a key, those average who vote, if there are any.
     """
-    if plan.attempt or silent_without_vote(before, plan.round):
+    if plan.attempt or left_out_without_vote(before, plan.round):
         return reachable & voting or reachable
     return reachable
 

@@ -128,7 +128,12 @@ def sitting_out(before: Iterable[Standing], round_number: int) -> set[str]:
     return {each.peer for each in before if each.sits_out(round_number)}
 
 
-def silent_without_vote(before: Iterable[Standing], round_number: int) -> bool:
+def ever_credited(standings: Iterable[Standing]) -> set[str]:
+    """Of whom a record remembers, those whose values some average held."""
+    return {each.peer for each in standings if each.credited}
+
+
+def left_out_without_vote(before: Iterable[Standing], round_number: int) -> bool:
     """Whether of late an attempt had to be repeated without a peer that had no vote, by the record
     before this round.
     """

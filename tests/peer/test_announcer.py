@@ -27,6 +27,7 @@ from dilocox.peer.averaging.announcer import Announcer, replica_record
 from dilocox.peer.averaging.follower import ChainFollower
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.rounds.round_end import bells_to_read
+from dilocox.peer.rounds.standing import Standing
 from tests.peer.clocks import TestClock
 from tests.peer.local_peers import MANIFEST, RUN, local_peer
 from tests.pipeline.swarms import bell_record, stage_record
@@ -73,9 +74,12 @@ def announcer(
     stage: int,
     stages: int = 3,
     clock: TestClock | None = None,
-    remembered: Collection[str] = (),
+    known: Collection[str] = (),
+    left_out: Collection[str] = (),
 ) -> Announcer:
-    """remembered: by the newest record of its stage, which has none without."""
+    """known: who was in a record, by the newest one of its stage, which has none without; and who
+    it remembers though it was in none.
+    """
     local = local_peer(
         stage=stage,
         manifest=replace(MANIFEST, stages=stages),
@@ -85,8 +89,10 @@ def announcer(
         name="Ada's laptop",
         team="🦊" * 12,
     )
-    last = SimpleNamespace(standings=[SimpleNamespace(peer=peer) for peer in remembered])
-    chain = SimpleNamespace(head=CHAIN.head, last_record=last if remembered else None)
+    credited = dict.fromkeys(left_out, 0) | dict.fromkeys(known, 1)
+    standings = [Standing(peer=peer, round=4, credited=each) for peer, each in credited.items()]
+    last = SimpleNamespace(standings=standings) if known else None
+    chain = SimpleNamespace(head=CHAIN.head, last_record=last)
     return Announcer(local, cast("ChainFollower", chain))
 
 
@@ -149,7 +155,7 @@ def test_in_a_large_one_other_stages_are_read_more_rarely_than_ones_own() -> Non
     assert looking.cadence.lifetime_s > 100.0
 
 
-def test_a_crowd_of_keys_that_no_record_remembers_slows_nobody() -> None:
+def test_a_crowd_of_keys_that_were_in_no_record_slows_nobody() -> None:
     known = ("0", "4", "8")  # of stage 0
     quiet, busy = crowd(12, 4), crowd(12, 4)
     for number in range(2700):
@@ -159,7 +165,8 @@ def test_a_crowd_of_keys_that_no_record_remembers_slows_nobody() -> None:
         busy.records[replica_key(RUN)][f"new-{number}"] = replica()
     intervals: list[float] = []
     for dht in (quiet, busy):
-        looking = announcer(dht, 0, 4, TestClock(), known)
+        left_out = [f"new-{number}" for number in range(300)]
+        looking = announcer(dht, 0, 4, TestClock(), known, left_out)
         look(looking, [5])
         intervals.append(looking.cadence.announce_s)
     # as if there were twice as many, and a few

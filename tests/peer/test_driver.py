@@ -22,7 +22,13 @@ from dilocox.peer.averaging.driver import (
     ExchangeDriver,
 )
 from dilocox.peer.averaging.events import EventQueue, Voided
-from dilocox.peer.rounds.group import AttemptResult, ExchangeOrder, Plan, TooFew
+from dilocox.peer.rounds.group import (
+    MAX_UNRELIABLE,
+    AttemptResult,
+    ExchangeOrder,
+    Plan,
+    TooFew,
+)
 from dilocox.peer.rounds.record import SendFacts
 from dilocox.peer.rounds.standing import Standing
 from dilocox.peer.rounds.vote_count import Verdict
@@ -449,6 +455,19 @@ def test_who_was_missed_in_void_attempts_is_named_until_there_is_a_record_or_too
     world.driver.submit(2, FACTS, scheduled_at=world.clock.now, states_taken=0)
     world.tick()
     assert world.orders[-1].unreliable == ()
+
+
+def test_of_whom_it_missed_those_with_most_records_are_named_first(world: World) -> None:
+    """A ticket has no room for all: a crowd of fresh keys is not to hide one that has a vote."""
+    crowd = tuple(f"new-{number}" for number in range(MAX_UNRELIABLE))
+    for _ in range(2):
+        world.chain.last_record = last_record("me", "other", "who votes", credited=9)
+        answer, world.answer = world.answer, Future()
+        answer.set_result(result(Verdict.VOID, missed=(*crowd, "who votes")))
+        world.tick_for(60.0)
+    world.driver.submit(1, FACTS, scheduled_at=world.clock.now, states_taken=0)
+    world.tick()
+    assert world.orders[-1].unreliable == ("who votes", *sorted(crowd))
 
 
 def test_an_averaging_process_that_never_answers_is_given_up(world: World) -> None:

@@ -16,8 +16,8 @@ from dilocox.peer.rounds.standing import (
     credits,
     following_standings,
     follows,
+    left_out_without_vote,
     most_tokens,
-    silent_without_vote,
     sitting_out,
     voters,
     voters_before,
@@ -88,9 +88,9 @@ def test_a_crowd_that_was_left_out_makes_nobody_forgotten() -> None:
 
 def test_that_a_key_without_a_vote_was_left_out_is_known_for_seven_rounds() -> None:
     known = after(9, heard={"a": 1.0, "b": 1.0}, left_out=[8])
-    assert not silent_without_vote(known, 9), "one of those that vote"
+    assert not left_out_without_vote(known, 9), "one of those that vote"
     known = following_standings(known, 9, {"a": 1.0, "b": 1.0}, ["fresh"])
-    assert [number for number in range(10, 99) if silent_without_vote(known, number)] == [
+    assert [number for number in range(10, 99) if left_out_without_vote(known, number)] == [
         *range(10, 17)
     ]
 

@@ -28,8 +28,8 @@ from dilocox.peer.rounds.group import (
     Plan,
     TooFew,
     attempt_times,
-    reducers_of,
     taking_part,
+    voters_reduce,
 )
 from dilocox.peer.rounds.rank_choice import facts_of, following_window, next_inner_steps
 from dilocox.peer.rounds.record import Contribution, RecordRefused
@@ -252,7 +252,8 @@ class _Exchange:
         deadlines = self._meetings.manifest.deadlines
         order = next(iter(self._orders.values()))
         before = () if order.last is None else order.last.standings
-        if lost & reducers_of(order.plan, before, self._group.keys(), self._voters):
+        reducers = self._voters if voters_reduce(order.plan, before) else self._group.keys()
+        if lost & reducers:
             # their means are missing: all the others abort, and say whom they missed
             missed = tuple(sorted(lost))
             for peer in self._group:

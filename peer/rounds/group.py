@@ -15,9 +15,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from statistics import median_high
 from typing import Annotated
@@ -52,6 +52,8 @@ from dilocox.peer.rounds.standing import (
 )
 from dilocox.peer.rounds.vote_count import MAX_MEMBERS, Verdict, counted_by, may_start
 
+# how many members there are, at most, where those who vote average for all, each for so many
+MEMBERS_OF_A_VOTER, MORE_MEMBERS = 2, 2
 PHASE_SHARE = 0.25  # of the exchange's time that a phase has whatever its bytes
 
 
@@ -433,12 +435,13 @@ def attempt_setup(
     """The agreed facts of an attempt, from what its members stated.
 
     A repeated attempt leaves out the peers that the signed aborts of the first one blame; who of
-    the others takes part says `taking_part`. Where more come than a record holds, those who were in
-    the most records stay. `group`: the id of the group, from which its rows follow.
+    the others takes part says `taking_part`. Where more come than a record holds, or than those
+    who vote can average for, those who were in the most records stay. `group`: the id of the group,
+    from which its rows follow, and who of the new ones stays.
 
     Raises:
-        GroupRefused: there is nobody to reduce, or no place for this peer.
-        LeftOut: it is to be left out.
+        GroupRefused: there is nobody to reduce.
+        LeftOut: it is to be left out, or there is no place for it.
         TooFew: of those that must be there.
     """
     plan = order.plan
@@ -465,14 +468,19 @@ def attempt_setup(
             "this peer sits out: exchanges with it had to be repeated, or most of what it sent was "
             "left out or came too late"
         )
-    if len(tickets) > (room := largest_group(codec)):
-        first = sorted(tickets, key=lambda peer: (-credited[peer], _short(peer)))[:room]
-        if me not in first:
-            raise GroupRefused(
-                f"{len(tickets)} members; a record of this stage holds at most {room}: start new "
-                "peers with --stage of another stage"
-            )
-        tickets = {peer: tickets[peer] for peer in first}
+    voters_alone = voters_reduce(plan, before)
+    most = MAX_MEMBERS
+    if voters_alone:
+        voting = voters({peer: credited[peer] for peer in tickets})
+        most = MEMBERS_OF_A_VOTER * len(voting) + MORE_MEMBERS
+    room = min(most, largest_group(codec))
+    if len(tickets) > room:
+        tickets = dict(sorted(tickets.items(), key=partial(_place, group, credited))[:room])
+    if me not in tickets:
+        raise LeftOut(
+            f"{len(part.tickets)} members came, this group takes {room}, first those that were in "
+            "the most records; where that goes on start new peers with --stage of another stage"
+        )
     credited = {peer: credited[peer] for peer in tickets}
     voting = voters(credited)
     stated = {peer: each.tokens for peer, each in tickets.items()}
@@ -484,7 +492,9 @@ def attempt_setup(
     clients = {peer for peer, each in tickets.items() if each.client_mode}
     if len(members) == 1:  # alone, a peer that can only dial out averages its own part
         clients = set[str]()
-    reducers = reducers_of(plan, before, tickets.keys() - clients, voting)
+    reducers = tickets.keys() - clients
+    if voters_alone:
+        reducers = reducers & voting or reducers
     if not reducers:
         raise GroupRefused("no member can be reached from outside, so nobody can reduce")
     phases = codec.phases(plan.ranks)
@@ -526,17 +536,22 @@ def attempt_setup(
     )
 
 
-def reducers_of(
-    plan: Plan, before: Iterable[Standing], reachable: Set[str], voting: Set[str]
-) -> Set[str]:
-    """Who averages, of the members that can be reached, by the record before this round.
+def _place(
+    group: bytes, credited: Mapping[str, int], one: tuple[str, Ticket]
+) -> tuple[int, bool, bytes]:
+    """By what the members of a group are sorted where not all have a place in it."""
+    peer, ticket = one
+    return -credited[peer], ticket.client_mode, hashlib.sha256(group + peer.encode()).digest()
 
-    A reducer that falls silent voids the attempt, and a fresh key costs nothing: where it is
-    repeated, or one was of late because of such a key, those average who vote, if there are any.
+
+def voters_reduce(plan: Plan, before: Iterable[Standing]) -> bool:
+    """Whether those alone average who vote, if there are any that can be reached. before: what the
+    last record remembers.
+
+    A reducer that falls silent voids the attempt, and a fresh key costs nothing: so it is where the
+    attempt is repeated, or one had to be of late because of such a key.
     """
-    if plan.attempt or left_out_without_vote(before, plan.round):
-        return reachable & voting or reachable
-    return reachable
+    return plan.attempt > 0 or left_out_without_vote(before, plan.round)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from dilocox.peer.rounds.group import (
     Ticket,
     attempt_setup,
     attempt_times,
-    reducers_of,
+    voters_reduce,
 )
 from dilocox.peer.rounds.record import stage_codec
 from dilocox.peer.rounds.standing import (
@@ -309,7 +309,7 @@ def test_of_more_members_than_a_record_holds_the_newest_leave_before_a_byte_is_s
     members = {each.peer for each in setup(tickets, old[0], last=last).members}
     assert len(members) == MAX_MEMBERS and set(old[:-4]) <= members
     (gone, *_) = sorted(set(names) - members)
-    assert "holds at most 256" in refusal(tickets, gone, last=last)
+    assert "this group takes 256" in refusal(tickets, gone, last=last)
     assert len(setup(dict.fromkeys(names[:MAX_MEMBERS], ticket), names[0]).members) == MAX_MEMBERS
 
 
@@ -491,6 +491,32 @@ def test_a_fresh_key_reduces_unless_one_fell_silent_of_late(
     assert {member.peer for member in agreed.members} == set("abn")
 
 
+def test_where_voters_average_for_all_they_take_few_new_members() -> None:
+    """A crowd would else have a few voters send each of many the whole mean."""
+    number, news = 20, [f"new-{place}" for place in range(30)]
+    known = [Standing(peer=peer, round=number - 1, credited=9) for peer in "abc"]
+    known.append(Standing(peer="d", round=number - 1, credited=1))
+    gone = Standing(peer="gone", round=number - 1, times=1, left_out=number - 1)
+
+    def members(group: bytes, *also: Standing) -> set[str]:
+        plan = replace(PLAN, round=number)
+        order = order_of(
+            plan=plan,
+            last=template(standings=(*known, *also)),
+            last_contributors=tuple("abcd"),
+        )
+        tickets = dict.fromkeys([*"abcd", *news], order.ticket())
+        tickets["b"] = tickets["new-0"] = replace(order.ticket(), client_mode=True)
+        agreed = attempt_setup(order, MANIFEST, CODEC, "a", tickets, group=group)
+        return {member.peer for member in agreed.members}
+
+    assert len(members(b"group")) == 34
+    groups = [members(f"{number}".encode(), gone) for number in range(20)]
+    assert all(len(each) == 8 and set("abcd") <= each for each in groups)
+    assert len(set[str]().union(*groups)) > 20, "a key that was drawn for it would be in all"
+    assert not any("new-0" in each for each in groups), "others can be reached"
+
+
 @pytest.mark.parametrize(("fresh", "voids"), [(True, 8), (False, 1)])
 def test_a_silent_crowd_voids_one_round_in_eight(fresh: bool, voids: int) -> None:
     """Of sixty, with six keys in all first attempts, the same ones or each time others."""
@@ -499,8 +525,8 @@ def test_a_silent_crowd_voids_one_round_in_eight(fresh: bool, voids: int) -> Non
         came = {f"{number * fresh}-{place}" for place in range(6)} if number >= 10 else set[str]()
         came -= sitting_out(known, number)
         group, plan = honest | came, replace(PLAN, round=number)
-        reducing = reducers_of(plan, known, group, voters(credits(group, known, number)))
-        void = bool(came & reducing)
+        voting = voters(credits(group, known, number))
+        void = bool(came & (voting if voters_reduce(plan, known) else group))
         found += void
         there = dict.fromkeys(honest, 1.0) | dict.fromkeys(set() if void else came, 0.0)
         known = following_standings(known, number, there, came if void else ())

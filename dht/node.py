@@ -54,6 +54,7 @@ from dilocox.dht.node_process import (
     SharedPipe,
     kill_daemon,
     leave_the_terminal,
+    leave_what_is_inherited,
     watch_parent,
 )
 from dilocox.dht.p2p_daemon import DaemonOptions, DaemonOwner
@@ -489,6 +490,7 @@ class RunDHT(DHT):
     def run(self) -> None:
         """The child: p2pd first, then hivemind's node on top of it, until told to stop."""
         leave_the_terminal()
+        leave_what_is_inherited()
         watch = threading.Thread(
             target=watch_parent, args=(self._main_pid, self._end), name="parent watch", daemon=True
         )

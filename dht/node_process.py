@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import mmap
 import os
 import shutil
@@ -43,6 +44,16 @@ def leave_the_terminal() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.setsid()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+
+
+def leave_what_is_inherited() -> None:
+    """Have the garbage collector of a forked process never look at what its parent made.
+
+    A look writes into every object, so that a copy of the parent's memory is made; and it looks at
+    all only once there is a quarter more than that, which are the circles of a hundred rounds.
+    """
+    gc.freeze()
+    gc.collect()  # by which it knows how little is left
 
 
 def watch_parent(parent: int, end: Callable[[], None]) -> None:

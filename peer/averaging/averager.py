@@ -53,7 +53,13 @@ from dilocox.compression.stage_codec import StageCodec, StageEncoder
 from dilocox.compression.workers import Workers
 from dilocox.dht.addresses import Reachability
 from dilocox.dht.errors import InvalidInput
-from dilocox.dht.node_process import BlockingPipe, leave_the_terminal, shared_zeros, watch_parent
+from dilocox.dht.node_process import (
+    BlockingPipe,
+    leave_the_terminal,
+    leave_what_is_inherited,
+    shared_zeros,
+    watch_parent,
+)
 from dilocox.dht.reachability import PROBE_REFUSALS, Probe, find_reach
 from dilocox.dht.reconnect import Redialler, Targets
 from dilocox.dht.records import averaging_prefix
@@ -243,6 +249,7 @@ class StageAverager(PeerService, DecentralizedAverager):
     def run(self) -> None:
         """Serve until the trainer's process ends."""
         leave_the_terminal()
+        leave_what_is_inherited()
         threading.Thread(
             target=watch_parent, args=(self._main_pid, partial(os._exit, 1)), daemon=True
         ).start()

@@ -52,15 +52,17 @@ class LiveGroup:
 
     def spawn(self, work: Awaitable[T], *, outlives: bool = False) -> asyncio.Task[T]:
         """Start work beside this; `outlives`: it goes on, in its own deadline, after `cancel`."""
-        task = asyncio.ensure_future(work)
+        task, kept = asyncio.ensure_future(work), self._outliving if outlives else self._tasks
+        kept.add(task)
+        # one that was cancelled holds, by its traceback, the attempt and all that it received
+        task.add_done_callback(kept.discard)
         task.add_done_callback(_report)
-        (self._outliving if outlives else self._tasks).add(task)
         return task
 
     def cancel(self) -> None:
         """End all work that does not outlive the attempt."""
         self._over = True
-        for task in self._tasks:
+        for task in tuple(self._tasks):
             task.cancel()
 
     def watch_neighbours(self) -> None:

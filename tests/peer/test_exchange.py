@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import time
+import weakref
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from dilocox.compression.group_quantization import PayloadRefused
 from dilocox.dht.identity import Identity
+from dilocox.peer.rounds.exchange import Attempt
 from dilocox.peer.rounds.group import Mean, ShareRefused
 from dilocox.peer.rounds.shares import decode, encode
 from dilocox.peer.rounds.vote_count import Verdict
@@ -64,6 +67,32 @@ def test_one_member_alone_with_raw_fp32_gets_its_own_values_bit_for_bit(
     group = Group(identities[:1], tmp_path, passes=everything, bits=32)
     record = record_of(group, asyncio.run(group.run()))
     assert torch.equal(record.average(group.codec), group.messages[0])
+
+
+@pytest.mark.parametrize("victim", [None, 1])
+def test_an_attempt_that_is_over_is_freed_with_its_last_reference(
+    identities: list[Identity], tmp_path: Path, victim: int | None
+) -> None:
+    """It holds a whole record. The collector of circles comes by the number of objects, not by
+    their size: in a process with torch not in a hundred rounds."""
+
+    async def over() -> list[weakref.ref[Attempt]]:
+        group = Group(identities[:3], tmp_path, passes=everything, exchange_s=1.5, silence_s=0.3)
+        if victim is not None:
+            group.frozen = {group.peers[victim]}
+        await group.run(frozenset() if victim is None else frozenset({victim}))
+        await asyncio.sleep(VOTE_S + 0.5)  # what it sends may outlive it
+        known = [weakref.ref(attempt) for attempt in group.attempts.values()]
+        group.attempts.clear()
+        return known
+
+    gc.collect()
+    gc.disable()
+    try:
+        left = [attempt() for attempt in asyncio.run(over())]
+        assert left == [None] * 3, [gc.get_referrers(each) for each in left if each]
+    finally:
+        gc.enable()
 
 
 @BOTH

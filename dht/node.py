@@ -52,9 +52,9 @@ from dilocox.dht.keepers import Keepers
 from dilocox.dht.node_process import (
     BlockingPipe,
     SharedPipe,
+    freeze_for_fork,
     kill_daemon,
     leave_the_terminal,
-    leave_what_is_inherited,
     watch_parent,
 )
 from dilocox.dht.p2p_daemon import DaemonOptions, DaemonOwner
@@ -338,6 +338,7 @@ class RunDHT(DHT):
 
     def start_and_wait(self, timeout_s: float) -> None:
         """Fork the child and wait for it to join; raises `EnvironmentFault`."""
+        freeze_for_fork()
         # The child must not meet a Ctrl-C before it has set its own handlers.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
@@ -490,7 +491,6 @@ class RunDHT(DHT):
     def run(self) -> None:
         """The child: p2pd first, then hivemind's node on top of it, until told to stop."""
         leave_the_terminal()
-        leave_what_is_inherited()
         watch = threading.Thread(
             target=watch_parent, args=(self._main_pid, self._end), name="parent watch", daemon=True
         )

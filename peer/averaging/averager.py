@@ -55,8 +55,8 @@ from dilocox.dht.addresses import Reachability
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.node_process import (
     BlockingPipe,
+    freeze_for_fork,
     leave_the_terminal,
-    leave_what_is_inherited,
     shared_zeros,
     watch_parent,
 )
@@ -241,6 +241,7 @@ class StageAverager(PeerService, DecentralizedAverager):
 
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
         """Start without hivemind's SIGINT handling: Ctrl-C belongs to the trainer's process."""
+        freeze_for_fork()
         self.start()
         if await_ready:
             self.wait_until_ready(timeout)
@@ -249,7 +250,6 @@ class StageAverager(PeerService, DecentralizedAverager):
     def run(self) -> None:
         """Serve until the trainer's process ends."""
         leave_the_terminal()
-        leave_what_is_inherited()
         threading.Thread(
             target=watch_parent, args=(self._main_pid, partial(os._exit, 1)), daemon=True
         ).start()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
@@ -23,6 +25,8 @@ MESSAGE, END = b"\x00", b"\x01"  # hivemind's markers
 
 class Echo(ServicerBase):
     """A call of each kind of stream."""
+
+    held: weakref.ref[Much]
 
     async def rpc_count(
         self, request: AsyncIterator[runtime_pb2.ExpertRequest], context: P2PContext
@@ -58,6 +62,19 @@ class Echo(ServicerBase):
             left -= 1
             yield reply({})
             await asyncio.sleep(0.01)
+
+    async def rpc_hold(
+        self, request: runtime_pb2.ExpertRequest, context: P2PContext
+    ) -> AsyncIterator[runtime_pb2.ExpertResponse]:
+        """Holds much while it is listened to."""
+        much = Much()
+        Echo.held = weakref.ref(much)
+        yield reply({})
+        await asyncio.sleep(LIMIT_S)
+
+
+class Much:
+    """What a handler holds, of a record's size perhaps."""
 
 
 Ask = Callable[[Callable[[Any, P2P, P2P], Awaitable[None]]], None]
@@ -318,3 +335,25 @@ def test_one_caller_has_so_many_streams_at_once_and_gets_its_places_back(
         assert await _answers_again(stub)
 
     ask(scene)
+
+
+def test_a_handler_whose_caller_has_gone_holds_nothing(ask: Ask, refused: Counter[str]) -> None:
+    """Though hivemind keeps its traceback, in a circle, until the collector of circles comes."""
+
+    async def scene(stub: Any, server: P2P, caller: P2P) -> None:
+        answers = await stub.rpc_hold(pack({}))
+        await anext(answers)
+        held = Echo.held
+        assert held() is not None
+        await answers.aclose()
+        deadline = asyncio.get_running_loop().time() + LIMIT_S
+        while held() is not None:
+            assert asyncio.get_running_loop().time() < deadline, gc.get_referrers(held())
+            await asyncio.sleep(0.05)
+
+    gc.collect()
+    gc.disable()
+    try:
+        ask(scene)
+    finally:
+        gc.enable()

@@ -32,6 +32,7 @@ from hivemind.proto import dht_pb2, p2pd_pb2
 
 from dilocox.dht.rpc import NODE_REFUSALS, Counts, RequestLimit, refusal_kind
 from dilocox.dht.storage import BoundedStorage
+from dilocox.dht.streams import MAX_PEER_ID_BYTES
 from dilocox.dht.wire import MAX_ITEMS, Malformed, pack, unpack
 
 logger = logging.getLogger(__name__)
@@ -335,8 +336,11 @@ class RunProtocol(DHTProtocol):
 def _node_id(stated: bytes, peer: bytes) -> DHTID | None:
     """The node id that a peer states, None if it is not the one that follows from its peer id.
 
-    Whoever could choose it would choose five ids next to a key, and keep all that is under it.
+    Whoever could choose it would choose five ids next to a key, and keep all that is under it. And
+    what is stated as a peer id may be long, of which hivemind makes text in the square of its time.
     """
+    if len(peer) > MAX_PEER_ID_BYTES:
+        return None
     node_id = node_id_of(peer)
     return node_id if node_id.to_bytes() == stated else None
 

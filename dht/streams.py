@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from hivemind.p2p import P2P
+from hivemind.p2p import P2P, PeerID
 from hivemind.proto import averaging_pb2
 
 MESSAGE_BYTES = 192 << 10  # a chunk of 64 KiB, and as much as may be said of it
@@ -25,6 +25,7 @@ LEADER_BYTES = 8 << 20  # of the message that has the tickets of a whole group
 MESSAGE_LIMIT_S = 30.0  # until the first one is there, and until a handler takes one
 OF_STRANGER, OF_STRANGERS = 32, 256  # streams of one, and of all
 OF_KNOWN, OF_ALL_KNOWN = 160, 768  # with rows of two, a reducer of 256 members sends one 128 means
+MAX_PEER_ID_BYTES = 64  # libp2p's have 34 to 42
 KIND, LENGTH, READS = 0, 1, 3  # of a message: its kind, its length, itself
 
 BinaryHandler = Callable[[Any, Any, Any], Coroutine[Any, Any, None]]
@@ -273,6 +274,14 @@ def install() -> None:
             handler = open_streams.bounded(handler, one_message=one_message[name])
         await add_stream(self, name, handler, **named)
 
+    make_id = PeerID.__init__
+
+    def make_bounded(self: PeerID, peer_id_bytes: bytes) -> None:
+        if len(peer_id_bytes) > MAX_PEER_ID_BYTES:  # its text takes time with the square of that
+            raise ValueError(f"{len(peer_id_bytes)} bytes are no peer id")
+        make_id(self, peer_id_bytes)
+
+    PeerID.__init__ = make_bounded
     receive_bounded.bounds = True  # pyright: ignore[reportFunctionMemberAccess]
     P2P.receive_protobuf = staticmethod(receive_bounded)
     P2P.add_protobuf_handler = add_call_bounded

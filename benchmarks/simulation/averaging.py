@@ -29,7 +29,6 @@ from dilocox.peer.rounds.group import (
     TooFew,
     attempt_times,
     taking_part,
-    voters_reduce,
 )
 from dilocox.peer.rounds.rank_choice import facts_of, following_window, next_inner_steps
 from dilocox.peer.rounds.record import Contribution, RecordRefused
@@ -250,10 +249,7 @@ class _Exchange:
     def _end(self) -> None:
         lost = self._lost()
         deadlines = self._meetings.manifest.deadlines
-        order = next(iter(self._orders.values()))
-        before = () if order.last is None else order.last.standings
-        reducers = self._voters if voters_reduce(order.plan, before) else self._group.keys()
-        if lost & reducers:
+        if lost & self._voters:
             # their means are missing: all the others abort, and say whom they missed
             missed = tuple(sorted(lost))
             for peer in self._group:

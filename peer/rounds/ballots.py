@@ -127,7 +127,7 @@ class Ballot:
         Raises:
             VoteRefused: malformed, no member's, of another attempt, or not signed by its voter.
         """
-        signed = _signed_vote(_read(data, MAX_VOTE_BYTES, _VOTE, "a vote"))
+        signed = _read_vote(data)
         self.check(signed)
         return signed
 
@@ -179,11 +179,13 @@ class Ballots:
         """
         if data in self._held:
             return
-        signed = self.ballot.accept(data)
+        signed = _read_vote(data)
         voter, digest = signed.vote.voter, signed.vote.digest
         before = [each.vote.digest for each in self._held.values() if each.vote.voter == voter]
-        if digest not in before and len(before) < 2:
-            self._hold(data, signed)
+        if digest in before or len(before) == 2:
+            return  # looking at the signature of each would take all the time
+        self.ballot.check(signed)
+        self._hold(data, signed)
 
     def _hold(self, data: bytes, signed: SignedVote) -> None:
         self._held[data] = signed
@@ -338,6 +340,10 @@ def _check_certificate(record: RoundRecord, digest: str, data: bytes) -> None:
 def _check_sorted(vote: Vote) -> None:
     if list(vote.missed) != sorted(set(vote.missed)):
         raise VoteRefused(f"the peers that {vote.voter} missed are not sorted")
+
+
+def _read_vote(data: bytes) -> SignedVote:
+    return _signed_vote(_read(data, MAX_VOTE_BYTES, _VOTE, "a vote"))
 
 
 def _signed_vote(fields: _VoteFields) -> SignedVote:

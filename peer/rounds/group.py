@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
@@ -43,16 +43,14 @@ from dilocox.peer.rounds.record import (
     part_bytes,
 )
 from dilocox.peer.rounds.standing import (
-    Standing,
     credits,
-    left_out_without_vote,
     most_tokens,
     sitting_out,
     voters,
 )
 from dilocox.peer.rounds.vote_count import MAX_MEMBERS, Verdict, counted_by, may_start
 
-# how many members there are, at most, where those who vote average for all, each for so many
+# how many members there are at most: those who vote average for all, each for so many
 MEMBERS_OF_A_VOTER, MORE_MEMBERS = 2, 2
 PHASE_SHARE = 0.25  # of the exchange's time that a phase has whatever its bytes
 
@@ -468,12 +466,8 @@ def attempt_setup(
             "this peer sits out: exchanges with it had to be repeated, or most of what it sent was "
             "left out or came too late"
         )
-    voters_alone = voters_reduce(plan, before)
-    most = MAX_MEMBERS
-    if voters_alone:
-        voting = voters({peer: credited[peer] for peer in tickets})
-        most = MEMBERS_OF_A_VOTER * len(voting) + MORE_MEMBERS
-    room = min(most, largest_group(codec))
+    voting = voters({peer: credited[peer] for peer in tickets})
+    room = min(MEMBERS_OF_A_VOTER * len(voting) + MORE_MEMBERS, largest_group(codec))
     if len(tickets) > room:
         tickets = dict(sorted(tickets.items(), key=partial(_place, group, credited))[:room])
     if me not in tickets:
@@ -493,8 +487,7 @@ def attempt_setup(
     if len(members) == 1:  # alone, a peer that can only dial out averages its own part
         clients = set[str]()
     reducers = tickets.keys() - clients
-    if voters_alone:
-        reducers = reducers & voting or reducers
+    reducers = reducers & voting or reducers  # any key could void the attempt, or make its means
     if not reducers:
         raise GroupRefused("no member can be reached from outside, so nobody can reduce")
     phases = codec.phases(plan.ranks)
@@ -542,16 +535,6 @@ def _place(
     """By what the members of a group are sorted where not all have a place in it."""
     peer, ticket = one
     return -credited[peer], ticket.client_mode, hashlib.sha256(group + peer.encode()).digest()
-
-
-def voters_reduce(plan: Plan, before: Iterable[Standing]) -> bool:
-    """Whether those alone average who vote, if there are any that can be reached. before: what the
-    last record remembers.
-
-    A reducer that falls silent voids the attempt, and a fresh key costs nothing: so it is where the
-    attempt is repeated, or one had to be of late because of such a key.
-    """
-    return plan.attempt > 0 or left_out_without_vote(before, plan.round)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -133,14 +133,6 @@ def ever_credited(standings: Iterable[Standing]) -> set[str]:
     return {each.peer for each in standings if each.credited}
 
 
-def left_out_without_vote(before: Iterable[Standing], round_number: int) -> bool:
-    """Whether of late an attempt had to be repeated without a peer that had no vote, by the record
-    before this round.
-    """
-    aged = (each.aged(round_number) for each in before)
-    return any(each is not None and each.times and each.credited < VOTING_RECORDS for each in aged)
-
-
 def credits(
     members: Iterable[str], before: Iterable[Standing], round_number: int
 ) -> dict[str, int]:

@@ -79,14 +79,15 @@ def choices(voters: Collection[str], votes: Iterable[Vote]) -> dict[str, str | N
 def exclusion(
     aborts: Iterable[Vote], silent: Collection[str], voters: Collection[str]
 ) -> tuple[str, ...]:
-    """Whom a retry leaves out: who has no vote and was missed by two who have one, and the smallest
-    set of peers that covers every other (voter, missed) pair. Returned sorted.
+    """Whom a retry leaves out: who has no vote and was missed by two who have one (by one, where
+    only one missed anybody), and the smallest set of voters that covers every pair of a voter and
+    another one that it missed. Returned sorted.
 
     Keys without a vote cost nothing: of more of them than there are voters, all silent, the voters
-    would be the smaller set. One voter's word for them is a pair like others, unless there is but
-    one. Where several sets are the smallest, peers are ranked, the silent ones (who
-    cast no vote) before the others and the larger id before the smaller, and the set that comes
-    first in the dictionary of that alphabet wins.
+    would be the smaller set, and one that is sound to all but one would have that left out. They
+    average nothing in a retry, so that one which stays voids nothing. Where several sets are the
+    smallest, peers are ranked, the silent ones (who cast no vote) before the others and the larger
+    id before the smaller, and the set that comes first in the dictionary of that alphabet wins.
 
     Exact where the answer is among the first EXCLUSION_WORK sets, the smaller sets first: always
     with up to 12 peers in the pairs, and with more as long as few are to blame. Beyond that, the
@@ -98,7 +99,7 @@ def exclusion(
     told = Counter(missed for _, missed in pairs if missed not in voters)
     enough = min(2, len({voter for voter, _ in pairs}))
     cheap = {peer for peer, count in told.items() if count >= enough}
-    pairs = {pair for pair in pairs if pair[1] not in cheap}
+    pairs = {(voter, missed) for voter, missed in pairs if missed in voters}
     return tuple(sorted(cheap | _smallest_cover(pairs, set(silent))))
 
 

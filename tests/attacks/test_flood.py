@@ -43,7 +43,7 @@ def memory_mb(swarm: ProcessSwarm) -> dict[str, float]:
     for name in ("bootstrap", *(peer.name for peer in swarm.peers)):
         for process in family(f"{swarm.tag}.{name}"):
             kind = "p2pd" if process.name == "p2pd" else "python"
-            found[f"{name} {kind}"] += process.private_mb
+            found[f"{name} {kind}"] += process.anonymous_mb
     return found
 
 

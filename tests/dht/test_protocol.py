@@ -16,6 +16,7 @@ from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.p2p import P2PHandlerError, PeerID
 from hivemind.proto import dht_pb2, p2pd_pb2
 
+from dilocox.dht import streams
 from dilocox.dht.clock import RunClock
 from dilocox.dht.identity import Identity
 from dilocox.dht.node import RunDHT
@@ -94,11 +95,20 @@ async def nearest_as_told(_dht: object, node: Any, answers: list[tuple[bytes, by
     return [peer.to_bytes() for peer in found[DHTID(7)].values()]
 
 
+def test_bytes_that_are_too_long_are_no_peer_id() -> None:
+    """hivemind makes one of what it is told, in searches and of the members of a group."""
+    streams.install()
+    with pytest.raises(ValueError, match="no peer id"):
+        PeerID(bytes(1 << 20))
+
+
 def test_a_node_may_not_choose_the_id_that_it_is_found_by(asked: Node):
     """It would choose five next to a key; and one of 21 bytes once failed every search."""
     peer = b"\x12\x20" + bytes(32)
     own = DHTID.generate(source=peer).to_bytes()
     told = [(b"\xff" * 21, peer), (DHTID(6).to_bytes(), peer), (own, peer)]
+    long = bytes(1 << 20)  # base58 takes time with the square of that: an hour
+    told.append((DHTID.generate(source=long).to_bytes(), long))
     assert run_in(asked, nearest_as_told, answers=told) == [peer]
 
 

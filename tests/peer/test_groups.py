@@ -24,16 +24,11 @@ from dilocox.peer.rounds.group import (
     Ticket,
     attempt_setup,
     attempt_times,
-    voters_reduce,
 )
 from dilocox.peer.rounds.record import stage_codec
 from dilocox.peer.rounds.standing import (
     MOST_TOKENS,
     Standing,
-    credits,
-    following_standings,
-    sitting_out,
-    voters,
 )
 from dilocox.peer.rounds.vote_count import MAX_MEMBERS, may_start
 from tests.peer.members import LAYOUT, template
@@ -467,28 +462,20 @@ def test_who_sits_out_is_in_no_group_that_can_go_on_without_it() -> None:
     assert len(agreed.members) == 3
 
 
-@pytest.mark.parametrize(
-    ("attempt", "ago", "reducing"),
-    [(0, None, "abn"), (1, None, "ab"), (0, 1, "ab"), (0, 7, "ab"), (0, 8, "abn")],
-)
-def test_a_fresh_key_reduces_unless_one_fell_silent_of_late(
-    attempt: int, ago: int | None, reducing: str
-) -> None:
-    """Each attempt with a silent reducer is void: a crowd of keys voided every first one."""
-    number = 20
-    known = [Standing(peer=peer, round=number - 1, credited=9) for peer in "ab"]
-    if ago is not None:
-        known.append(Standing(peer="gone", round=number - ago, times=1, left_out=number - ago))
-    agreed = setup(
-        dict.fromkeys(
-            "abn", replace(TICKET, plan=replace(PLAN, round=number, attempt=attempt).key)
-        ),
-        plan=replace(PLAN, round=number, attempt=attempt),
-        last=template(standings=tuple(known)),
-        last_contributors=("a", "b"),
-    )
-    assert {share.reducer for share in agreed.shares} == set(reducing)
-    assert {member.peer for member in agreed.members} == set("abn")
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_a_key_without_a_vote_averages_nothing(attempt: int) -> None:
+    """Silent, each voided an attempt; as many as vote had any mean taken that they agreed on."""
+    plan = replace(PLAN, round=20, attempt=attempt)
+    known = tuple(Standing(peer=peer, round=19, credited=9) for peer in "ab")
+    there: dict[str, Any] = {"plan": plan, "last_contributors": ("a", "b")}
+    tickets = dict.fromkeys("abn", replace(TICKET, plan=plan.key))
+    agreed = setup(tickets, **there, last=template(standings=known))
+    assert {share.reducer for share in agreed.shares} == {"a", "b"}
+    assert {member.peer for member in agreed.members} == {"a", "b", "n"}
+    for peer in "ab":  # unless nobody who votes can be reached
+        tickets[peer] = replace(tickets[peer], client_mode=True)
+    agreed = setup(tickets, **there, last=template(standings=known))
+    assert {share.reducer for share in agreed.shares} == {"n"}
 
 
 def test_where_voters_average_for_all_they_take_few_new_members() -> None:
@@ -496,13 +483,12 @@ def test_where_voters_average_for_all_they_take_few_new_members() -> None:
     number, news = 20, [f"new-{place}" for place in range(30)]
     known = [Standing(peer=peer, round=number - 1, credited=9) for peer in "abc"]
     known.append(Standing(peer="d", round=number - 1, credited=1))
-    gone = Standing(peer="gone", round=number - 1, times=1, left_out=number - 1)
 
-    def members(group: bytes, *also: Standing) -> set[str]:
+    def members(group: bytes) -> set[str]:
         plan = replace(PLAN, round=number)
         order = order_of(
             plan=plan,
-            last=template(standings=(*known, *also)),
+            last=template(standings=tuple(known)),
             last_contributors=tuple("abcd"),
         )
         tickets = dict.fromkeys([*"abcd", *news], order.ticket())
@@ -510,27 +496,10 @@ def test_where_voters_average_for_all_they_take_few_new_members() -> None:
         agreed = attempt_setup(order, MANIFEST, CODEC, "a", tickets, group=group)
         return {member.peer for member in agreed.members}
 
-    assert len(members(b"group")) == 34
-    groups = [members(f"{number}".encode(), gone) for number in range(20)]
+    groups = [members(f"{number}".encode()) for number in range(20)]
     assert all(len(each) == 8 and set("abcd") <= each for each in groups)
     assert len(set[str]().union(*groups)) > 20, "a key that was drawn for it would be in all"
     assert not any("new-0" in each for each in groups), "others can be reached"
-
-
-@pytest.mark.parametrize(("fresh", "voids"), [(True, 8), (False, 1)])
-def test_a_silent_crowd_voids_one_round_in_eight(fresh: bool, voids: int) -> None:
-    """Of sixty, with six keys in all first attempts, the same ones or each time others."""
-    honest, found, known = frozenset("abcd"), 0, tuple[Standing, ...]()
-    for number in range(70):
-        came = {f"{number * fresh}-{place}" for place in range(6)} if number >= 10 else set[str]()
-        came -= sitting_out(known, number)
-        group, plan = honest | came, replace(PLAN, round=number)
-        voting = voters(credits(group, known, number))
-        void = bool(came & (voting if voters_reduce(plan, known) else group))
-        found += void
-        there = dict.fromkeys(honest, 1.0) | dict.fromkeys(set() if void else came, 0.0)
-        known = following_standings(known, number, there, came if void else ())
-    assert found == voids
 
 
 def test_aborts_blame_nobody_in_a_first_attempt(identities: list[Identity], tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from dilocox.peer.rounds.standing import (
     credits,
     following_standings,
     follows,
-    left_out_without_vote,
     most_tokens,
     sitting_out,
     voters,
@@ -84,15 +83,6 @@ def test_a_crowd_that_was_left_out_makes_nobody_forgotten() -> None:
     assert len(known) == MAX_STANDINGS and follows(
         known, after(3, heard=dict.fromkeys("xyz", 1.0)), 3, dict.fromkeys("xy", 1.0)
     )
-
-
-def test_that_a_key_without_a_vote_was_left_out_is_known_for_seven_rounds() -> None:
-    known = after(9, heard={"a": 1.0, "b": 1.0}, left_out=[8])
-    assert not left_out_without_vote(known, 9), "one of those that vote"
-    known = following_standings(known, 9, {"a": 1.0, "b": 1.0}, ["fresh"])
-    assert [number for number in range(10, 99) if left_out_without_vote(known, number)] == [
-        *range(10, 17)
-    ]
 
 
 # ---- unheard -------------------------------------------------------------------------------------

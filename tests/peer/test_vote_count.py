@@ -203,6 +203,9 @@ def test_a_crowd_without_votes_is_left_out_and_not_the_fewer_who_missed_it(voter
     assert exclusion(with_one_of_them, [*crowd, "e"], f"{voters}e") == ("e", *crowd)
     told = [abort("a", *crowd, "b"), abort("c", "a"), abort("d", "a")]
     assert exclusion(told, [], "abcd") == ("a",), "nobody else missed the crowd"
+    sound_to_others = [abort(voter, "all", f"1 to {voter}", f"2 to {voter}") for voter in voters]
+    if len(voters) > 1:
+        assert exclusion(sound_to_others, [], voters) == ("all",), "the others void nothing"
 
 
 # ---- who must be there -------------------------------------------------------------------------

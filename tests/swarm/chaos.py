@@ -198,7 +198,7 @@ def _run(swarm: ProcessSwarm, chaos: Chaos, seconds: float) -> list[str]:
     swarm.wait(whole, WHOLE_LIMIT_S, f"{LAST_ROUNDS} more rounds of all")
     for peer in chaos.present:
         peer.expected = True
-    # one that has just been started has nobody yet to share its memory with
+    # one that has just been started has not all its processes yet
     swarm.wait(
         lambda: len(family(f"{swarm.tag}.bootstrap")) >= processes,
         START_LIMIT_S,

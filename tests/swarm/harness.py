@@ -283,8 +283,8 @@ class ProcessSwarm:
         )
 
     def bootstrap_mb(self) -> float:
-        """The memory that belongs to its processes alone."""
-        return sum(process.private_mb for process in family(f"{self.tag}.bootstrap"))
+        """The memory of its processes, see `Process.anonymous_mb`."""
+        return sum(process.anonymous_mb for process in family(f"{self.tag}.bootstrap"))
 
     def _start_bootstrap(self, port: int, *options: str, skew_s: float = 0.0) -> Child:
         run_file, self._starts = self.folder / "run.yaml", self._starts + 1

@@ -35,8 +35,11 @@ class Process:
         return int(lines[1].removeprefix("wchar:"))
 
     @property
-    def private_mb(self) -> float:
-        """The memory that belongs to it alone; 0 if it is gone."""
+    def anonymous_mb(self) -> float:
+        """The memory that it filled, or inherited and may share; 0 if it is gone.
+
+        What belongs to it alone grows by all that it no longer shares, whoever writes into that.
+        """
         folder = Path(f"/proc/{self.pid}")
         try:
             lines = (folder / "smaps_rollup").read_text().splitlines()
@@ -44,7 +47,7 @@ class Process:
             if folder.exists():  # a kernel that does not tell would let every bound hold
                 raise
             return 0.0
-        return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1e3
+        return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:")) / 1e3
 
 
 def family(tag: str) -> list[Process]:

@@ -274,14 +274,15 @@ def install() -> None:
             handler = open_streams.bounded(handler, one_message=one_message[name])
         await add_stream(self, name, handler, **named)
 
-    make_id = PeerID.__init__
+    peer_id: Any = PeerID
+    make_id = peer_id.__init__
 
     def make_bounded(self: PeerID, peer_id_bytes: bytes) -> None:
         if len(peer_id_bytes) > MAX_PEER_ID_BYTES:  # its text takes time with the square of that
             raise ValueError(f"{len(peer_id_bytes)} bytes are no peer id")
         make_id(self, peer_id_bytes)
 
-    PeerID.__init__ = make_bounded
+    peer_id.__init__ = make_bounded
     receive_bounded.bounds = True  # pyright: ignore[reportFunctionMemberAccess]
     P2P.receive_protobuf = staticmethod(receive_bounded)
     P2P.add_protobuf_handler = add_call_bounded

@@ -42,12 +42,7 @@ from dilocox.peer.rounds.record import (
     largest_group,
     part_bytes,
 )
-from dilocox.peer.rounds.standing import (
-    credits,
-    most_tokens,
-    sitting_out,
-    voters,
-)
+from dilocox.peer.rounds.standing import credits, most_tokens, sitting_out, voters
 from dilocox.peer.rounds.vote_count import MAX_MEMBERS, Verdict, counted_by, may_start
 
 # how many members there are at most: those who vote average for all, each for so many

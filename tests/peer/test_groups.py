@@ -26,10 +26,7 @@ from dilocox.peer.rounds.group import (
     attempt_times,
 )
 from dilocox.peer.rounds.record import stage_codec
-from dilocox.peer.rounds.standing import (
-    MOST_TOKENS,
-    Standing,
-)
+from dilocox.peer.rounds.standing import MOST_TOKENS, Standing, following_standings
 from dilocox.peer.rounds.vote_count import MAX_MEMBERS, may_start
 from tests.peer.members import LAYOUT, template
 from tests.peer.test_ballots import ballots_of
@@ -500,6 +497,30 @@ def test_where_voters_average_for_all_they_take_few_new_members() -> None:
     assert all(len(each) == 8 and set("abcd") <= each for each in groups)
     assert len(set[str]().union(*groups)) > 20, "a key that was drawn for it would be in all"
     assert not any("new-0" in each for each in groups), "others can be reached"
+
+
+@pytest.mark.parametrize(("old", "new"), [(1, 20), (4, 40), (16, 100)])
+def test_all_of_many_who_join_at_once_are_in_before_what_they_learnt_is_dropped(
+    old: int, new: int
+) -> None:
+    members = tuple(f"old-{place}" for place in range(old))
+    everybody = {*members, *(f"new-{place}" for place in range(new))}
+    known = tuple(Standing(peer=peer, round=9, credited=9) for peer in members)
+    been, number = set(members), 10
+    while been != everybody:
+        order = order_of(
+            plan=replace(PLAN, round=number),
+            counted=members,
+            last=template(standings=known),
+            last_contributors=members,
+        )
+        tickets = dict.fromkeys(everybody, order.ticket())
+        agreed = attempt_setup(order, MANIFEST, CODEC, "old-0", tickets, group=f"{number}".encode())
+        members = tuple(member.peer for member in agreed.members)
+        known = following_standings(known, number, dict.fromkeys(members, 1.0), ())
+        been |= set(members)
+        number += 1
+        assert number - 10 < MANIFEST.rounds.max_age
 
 
 def test_aborts_blame_nobody_in_a_first_attempt(identities: list[Identity], tmp_path: Path) -> None:

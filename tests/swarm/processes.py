@@ -47,7 +47,7 @@ class Process:
             if folder.exists():  # a kernel that does not tell would let every bound hold
                 raise
             return 0.0
-        return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:")) / 1e3
+        return sum(int(line.split()[1]) for line in lines if line.startswith("Anonymous:")) / 1e3
 
 
 def family(tag: str) -> list[Process]:

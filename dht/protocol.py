@@ -276,11 +276,16 @@ class RunProtocol(DHTProtocol):
     ) -> dict[DHTID, list[Entry]] | None:
         """Ask a node for values that are not among the `known` marks.
 
-        Those that this node's validator accepts; None without an answer.
+        Those that this node's validator accepts; None without an answer, or with one that is longer
+        than any of `rpc_news`: each value costs a check.
         """
         questions = [key.to_bytes() + b"".join(marks) for key, marks in known.items()]
         response = await self._ask(peer, "rpc_news", questions)
         if response is None:
+            return None
+        most = MAX_ANSWER_BYTES + ENTRY_BYTES * len(questions)
+        if sum(len(result.value) for result in response.results) > most:
+            self.refused.add("size")
             return None
         return {
             key: self._checked(key, result.value)

@@ -66,7 +66,8 @@ NODE_REFUSALS = (
     "question",
     "often",
 )
-"""Why the DHT node refuses, or keeps no longer, what another peer wants stored, or its question."""
+"""Why the DHT node refuses, or keeps no longer, what another peer wants stored, its question, or
+its answer ("size")."""
 
 _KINDS = {
     "record": "record",

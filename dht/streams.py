@@ -3,8 +3,8 @@ and how many streams are open at once. Apart from protocol.py, whose calls are n
 
 hivemind 1.1.12 reads the length of a message and then as many bytes, however many: a stranger could
 fill the memory of whoever answers it, before anything asks who it is. It waits for a request for
-ever, and as long for a handler that has ended to take what came after it. A stream that is out of
-bounds ends, as if the other side had closed it.
+ever, as long for a handler that has ended to take what came after it, and for a caller that reads
+nothing of what it is told. A stream that is out of bounds ends, as if the other side had closed it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import asyncio
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,7 +22,7 @@ from hivemind.proto import averaging_pb2
 
 MESSAGE_BYTES = 192 << 10  # a chunk of 64 KiB, and as much as may be said of it
 LEADER_BYTES = 8 << 20  # of the message that has the tickets of a whole group
-MESSAGE_LIMIT_S = 30.0  # until the first one is there, and until a handler takes one
+MESSAGE_LIMIT_S = 30.0  # until the first one is there, until a handler takes one, or a caller
 OF_STRANGER, OF_STRANGERS = 32, 256  # streams of one, and of all
 OF_KNOWN, OF_ALL_KNOWN = 160, 768  # with rows of two, a reducer of 256 members sends one 128 means
 MAX_PEER_ID_BYTES = 64  # libp2p's have 34 to 42
@@ -206,6 +206,24 @@ class OpenStreams:
 
         return answer
 
+    @contextmanager
+    def being_taken(self) -> Generator[None]:
+        """While a caller takes one of several answers: if that lasts too long, the task that writes
+        it into the caller's stream is cancelled, or it would hold both for ever.
+        """
+        writing = asyncio.current_task()
+
+        def end() -> None:
+            self.refuse("late")
+            if writing is not None:
+                writing.cancel()
+
+        timer = asyncio.get_running_loop().call_later(self._limit_s, end)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
 
 def _forgetful(handler: Callable[[Any, Any], Any], *, answers: bool) -> Callable[[Any, Any], Any]:
     """A handler that holds nothing once its caller has gone. answers: whether it gives several.
@@ -224,8 +242,10 @@ def _forgetful(handler: Callable[[Any, Any], Any], *, answers: bool) -> Callable
 
     async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
         with forgetting():
-            async for answer in handler(request, context):
-                yield answer
+            async with aclosing(handler(request, context)) as answers:
+                async for answer in answers:
+                    with open_streams.being_taken():
+                        yield answer
 
     async def call(request: Any, context: Any) -> Any:
         with forgetting():

@@ -277,15 +277,15 @@ class _Exchange:
     def _make_record(self, lost: Collection[str]) -> SimulatedRecord:
         orders, network = self._orders, self._lines.network
         order = next(iter(orders.values()))
-        stated = {peer: each.tokens for peer, each in orders.items()}
-        most = min(order.tokens_cap, most_tokens(stated, self._voters))
+        here = [peer for peer in orders if peer not in lost]
+        timely = [peer for peer in here if network.random.random() >= self._lines.late]
+        timely = {peer: orders[peer] for peer in timely or here}
+        stated = {peer: each.tokens for peer, each in timely.items()}
+        most = most_tokens(stated, _voters(timely), order.tokens_cap)
         members = [
-            Contribution(peer=peer, tokens=min(each.tokens, most), **each.times)
-            for peer, each in orders.items()
-            if peer not in lost
+            Contribution(peer=peer, tokens=min(each.tokens, most[peer]), **each.times)
+            for peer, each in timely.items()
         ]
-        timely = [each for each in members if network.random.random() >= self._lines.late]
-        members = timely or members
         last: Any = order.last
         window = () if last is None else last.window
         rounds = self._meetings.manifest.rounds

@@ -66,13 +66,14 @@ class RecordCheck:
             )
         if self.manifest.rolled_back(record.round, record.rules):
             raise RecordRefused(f"the operator went back behind round {record.round}")
-        rounds, most = self.manifest.rounds, tokens_cap(self.manifest)
+        rounds = self.manifest.rounds
         tokens = {member.peer: member.tokens for member in record.members}
-        most = min(most, most_tokens(tokens, record.voters))
+        most = most_tokens(tokens, record.voters, tokens_cap(self.manifest))
         if not rounds.min_inner_steps <= record.next_inner_steps <= rounds.max_inner_steps:
             raise RecordRefused(f"its next round has {record.next_inner_steps} inner steps")
-        if any(member.tokens > most for member in record.members):
-            raise RecordRefused(f"a member has more than {most} tokens")
+        for peer, count in tokens.items():
+            if count > most[peer]:
+                raise RecordRefused(f"{peer} has {count} tokens, more than {most[peer]}")
         check_certificate(record, digest_of(data), certificate)
         try:
             record.check_means(self.codec)

@@ -473,9 +473,9 @@ def attempt_setup(
     credited = {peer: credited[peer] for peer in tickets}
     voting = voters(credited)
     stated = {peer: each.tokens for peer, each in tickets.items()}
-    most = min(order.tokens_cap, most_tokens(stated, voting))
+    most = most_tokens(stated, voting, order.tokens_cap)
     members = tuple(
-        Contribution(peer=peer, tokens=min(each.tokens, most), **each.times)
+        Contribution(peer=peer, tokens=min(each.tokens, most[peer]), **each.times)
         for peer, each in sorted(tickets.items())
     )
     clients = {peer for peer, each in tickets.items() if each.client_mode}

@@ -19,6 +19,9 @@ fresh keys would be the median. Of two and three voters nobody can say which one
 `gate` is `clip`, and of the others who goes against them is left out all the same. Each reducer
 judges its part by itself, each row of a large group its own, and each phase.
 
+Another row's mean that is more than twice as long as one's own is shortened to that: it comes from
+one member, and one of any length would leave nothing that could be encoded.
+
 With the gate the members judge the reducers, too (`not_of_ours`): a mean that holds one's own
 values lies along them, and is not much longer beside them than the other reducers' means. Who finds
 one that does not votes against the record and names its reducer; where half of the group does, the
@@ -41,6 +44,7 @@ from dilocox.dht.manifest_sections import RobustRule
 
 LEAST_GATED = 4  # voters: of three, two would leave out the third
 AGAINST = 0.25  # of the median cosine; who flips its sign is at minus one times it
+LONGEST_ROW = 2.0  # times one's own row's mean
 MOST_LONGER = 4.0  # than the other means, each beside one's own values there
 CHANCE = 3.0  # deviations: what lies along something by less does so by chance
 CLEAR = 4.0  # times chance, that one's own values alone make a mean lie along them
@@ -79,6 +83,17 @@ def factors(
         (limit / norm if norm > limit else 1.0) if kept else 0.0
         for norm, kept in zip(norms, believed, strict=True)
     ]
+
+
+def row_factors(rule: RobustRule, norms: Sequence[float], own: int | None) -> list[float]:
+    """By what to multiply each row's mean of a share. norms: theirs, in L2. own: the place of one's
+    own row's; None where it has none.
+    """
+    some = [norm for norm in norms if norm]
+    if rule == "none" or not some:
+        return [1.0] * len(norms)
+    usual = (norms[own] if own is not None else 0.0) or median_low(some)
+    return [min(1.0, LONGEST_ROW * usual / norm) if norm else 1.0 for norm in norms]
 
 
 def along_median(values: Tensor, judges: list[int]) -> Tensor:

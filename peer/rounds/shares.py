@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from dilocox.peer.rounds.robust import (
     in_order,
     likeness,
     not_of_ours,
+    row_factors,
     weighted_sum,
 )
 from dilocox.peer.rounds.signed_means import MeanSeal, unlike_words, words_of
@@ -126,18 +128,26 @@ class Reduction:
 
 
 def combine(
-    part: int, rows: Sequence[RowMean], codec: GroupCodec, weight: Mapping[str, int]
+    part: int,
+    rows: Sequence[RowMean],
+    codec: GroupCodec,
+    weight: Mapping[str, int],
+    *,
+    rule: RobustRule = "none",
+    own: int | None = None,
 ) -> Mean | None:
     """The mean of a share over all rows, encoded once; None where no row has any.
 
-    rows: at most one of each row, in the order of the rows. weight: what each member counts.
+    rows: at most one of each row, in the order of the rows; `own` is the place of one's own.
+    weight: what each member counts. rule: how far the rows are believed.
     """
     if not rows:
         return None
+    by = row_factors(rule, [math.sqrt(float(row.values @ row.values)) for row in rows], own)
     tokens = [sum(weight[peer] for peer in row.contributors) for row in rows]
     total = torch.zeros_like(rows[0].values)
-    for row, count in zip(rows, tokens, strict=True):
-        total.add_(row.values, alpha=count / sum(tokens))
+    for row, count, each in zip(rows, tokens, by, strict=True):
+        total.add_(row.values, alpha=count / sum(tokens) * each)
     contributors = tuple(sorted(peer for row in rows for peer in row.contributors))
     return Mean(part=part, contributors=contributors, payload=encode(codec, total))
 
@@ -330,10 +340,13 @@ class Shares:
         """The mean of our share over all rows that came; None if nothing did."""
         duty = self._rows[part]
         duty.closed = True
-        rows = [mean for _, mean in sorted(duty.means.items()) if mean is not None]
+        rows = {row: mean for row, mean in sorted(duty.means.items()) if mean is not None}
         duty.means = {}
         codec = self._setup.phases[self._setup.shares[part].phase].codec
-        mean = await self._compute(combine, part, rows, codec, self._weight)
+        own = self._setup.grid.row_of[self._setup.me]
+        place = [*rows].index(own) if own in rows else None
+        combining = partial(combine, rule=self._setup.robust, own=place)
+        mean = await self._compute(combining, part, [*rows.values()], codec, self._weight)
         if mean is not None:
             mean = await self._compute(self._seal.sign, mean)
             await self._keep(mean, checked=True)

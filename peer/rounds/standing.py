@@ -27,6 +27,7 @@ MOST_EXCLUSIONS = 7  # that are counted of one peer: 64 rounds
 REMEMBERED_ROUNDS = 5  # that an exclusion is, beyond twice what it cost
 FORGOTTEN_ROUNDS = 100  # after which nothing is known of a peer that was away
 MAX_STANDINGS = 320  # peers that a record remembers
+VOTERS_STANDINGS = 240  # of these places, which those have first who could vote
 HISTORY = 10  # rounds of a peer
 MOST_UNHEARD = 6  # of them
 MOST_WEIGHT = 2  # of the group's median
@@ -94,10 +95,13 @@ def following_standings(
     for peer in excluded:
         found = known.get(peer, Standing(peer=peer, round=round_number))
         known[peer] = found.excluded(round_number)
-    # first who ever gave something: a crowd of keys that only came would else make all forgotten
-    places = {each: (not each.credited, -each.round, -each.credited) for each in known.values()}
-    first = sorted(known.values(), key=lambda each: (places[each], each.peer))[:MAX_STANDINGS]
-    return tuple(sorted(first, key=lambda each: each.peer))
+    # a crowd of keys that only came, or gave zeros twice, would else make all others forgotten
+    newest = sorted(known.values(), key=lambda each: (-each.round, -each.credited, each.peer))
+    voting = [each for each in newest if each.credited >= VOTING_RECORDS][:VOTERS_STANDINGS]
+    others = [each for each in newest if each not in set(voting)]
+    others.sort(key=lambda each: not each.credited)
+    kept = [*voting, *others][:MAX_STANDINGS]
+    return tuple(sorted(kept, key=lambda each: each.peer))
 
 
 def follows(
@@ -151,13 +155,20 @@ def voters(credited: Mapping[str, int], among: Collection[str] | None = None) ->
     return frozenset(peer for peer, count in credited.items() if count >= least)
 
 
-def most_tokens(tokens: Mapping[str, int], voting: Collection[str]) -> int:
-    """The most tokens that one member of a group is believed, by what those state who vote.
+def most_tokens(tokens: Mapping[str, int], voting: Collection[str], cap: int) -> dict[str, int]:
+    """The most tokens that each member of a group is believed, by what those state who vote.
 
     Nobody sees another one learn. But all had the same time for it, the clock of the others is what
-    they learnt in it, and nobody is faster than that without end.
+    they learnt in it, and nobody is faster than that without end. Those who have no vote, whose
+    keys cost nothing, are together believed as much as one of the others may be, or as all of these
+    learnt: the run ends by the sum of all. Of what is believed it is the same once more. cap: what
+    nobody can have more of.
     """
-    return int(MOST_TOKENS * median(tokens[peer] for peer in voting))
+    most = min(cap, int(MOST_TOKENS * median(tokens[peer] for peer in voting)))
+    learnt = sum(min(tokens[peer], most) for peer in voting)
+    new = tokens.keys() - set(voting)
+    most_of_new = max(1, min(most, max(most, learnt) // max(1, len(new))))
+    return {peer: most_of_new if peer in new else most for peer in tokens}
 
 
 def bounded_weights(tokens: Mapping[str, int], credited: Mapping[str, int]) -> dict[str, int]:

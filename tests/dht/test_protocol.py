@@ -24,6 +24,7 @@ from dilocox.dht.protocol import MAX_ANSWER_BYTES, MAX_KEYS, MAX_VALUES, RunProt
 from dilocox.dht.records import PartRecord, key_id, part_key
 from dilocox.dht.rpc import ASKED_BY_ONE, NODE_REFUSALS, CallRefused, Counts
 from dilocox.dht.swarm import Swarm
+from dilocox.dht.wire import pack
 
 Node = tuple[RunDHT, Swarm, RunClock]
 OpenNode = Callable[..., Node]
@@ -204,6 +205,29 @@ def test_more_values_than_anybody_has_are_not_looked_at(
     with pytest.raises(P2PHandlerError, match="257 values, at most 256"):
         told = request.SerializeToString()
         run_in(stranger_node, tell, peer=operator.peer_id, kind="Store", request=told)
+
+
+def test_of_an_answer_longer_than_any_no_value_is_checked(monkeypatch: pytest.MonkeyPatch):
+    """Each of the thousands that fit into what p2pd takes would cost a check."""
+    monkeypatch.setattr(RunProtocol, "refused", Counts(NODE_REFUSALS))
+    value = pack([[b"owner", bytes(MAX_ANSWER_BYTES // 2), 2e9]])
+    checked: list[DHTID] = []
+
+    async def answered(_: object, peer: object, call: str, questions: list[bytes]) -> Any:
+        return dht_pb2.FindResponse(results=[dht_pb2.FindResult(value=value) for _ in questions])
+
+    def accepts(_: object, key: DHTID, entry: object) -> bool:
+        checked.append(key)
+        return True
+
+    monkeypatch.setattr(RunProtocol, "_ask", answered)
+    monkeypatch.setattr(RunProtocol, "accepts", accepts)
+    protocol: Any = object.__new__(RunProtocol)
+    ask = partial(protocol.call_news, PeerID(b"peer"))
+    told = asyncio.run(ask({DHTID(n): () for n in range(2)}))
+    assert [len(each) for each in told.values()] == [1, 1] and len(checked) == 2
+    assert asyncio.run(ask({DHTID(n): () for n in range(3)})) is None
+    assert len(checked) == 2 and RunProtocol.refused.read()["size"] == 1
 
 
 @pytest.mark.parametrize("call", ["rpc_find", "rpc_nearest", "rpc_news"])

@@ -63,6 +63,13 @@ class Echo(ServicerBase):
             yield reply({})
             await asyncio.sleep(0.01)
 
+    async def rpc_pour(
+        self, request: runtime_pb2.ExpertRequest, context: P2PContext
+    ) -> AsyncIterator[runtime_pb2.ExpertResponse]:
+        """More than all between the two take that nobody reads."""
+        for _ in range(1000):
+            yield reply({}, bytes(64 << 10))
+
     async def rpc_hold(
         self, request: runtime_pb2.ExpertRequest, context: P2PContext
     ) -> AsyncIterator[runtime_pb2.ExpertResponse]:
@@ -299,6 +306,25 @@ def test_nobody_takes_the_places_of_those_who_have_to_do_with_the_run_nor_all_of
         assert not any(task.done() for task in streams_of["member"])
 
     asyncio.run(scene())
+
+
+def test_a_caller_that_reads_nothing_of_what_it_is_told_holds_no_handler(
+    ask: Ask, refused_soon: Counter[str]
+) -> None:
+    """hivemind's leader of a group would hold its place in that for ever."""
+
+    async def scene(stub: Any, server: P2P, caller: P2P) -> None:
+        reader, writer = await _open(caller, server.peer_id, "rpc_pour")
+        reader._limit = 1  # type: ignore[attr-defined] # the rest stays in the daemons
+        writer.write(_framed(MESSAGE, pack({}).SerializeToString()) + END + bytes(8))
+        deadline = asyncio.get_running_loop().time() + LIMIT_S
+        while not refused_soon:
+            assert asyncio.get_running_loop().time() < deadline
+            await asyncio.sleep(0.05)
+        assert await _answers_again(stub)
+
+    ask(scene)
+    assert refused_soon == {"late": 1}
 
 
 def test_an_answer_to_a_call_of_ours_has_its_length_too(ask: Ask, refused: Counter[str]) -> None:

@@ -15,6 +15,7 @@ import torch
 from dilocox.compression.group_quantization import GroupCodec
 from dilocox.compression.stage_codec import Phase
 from dilocox.dht.identity import Identity
+from dilocox.dht.manifest_sections import RobustRule
 from dilocox.peer.rounds.grid import Grid
 from dilocox.peer.rounds.group import AttemptResult, Mean
 from dilocox.peer.rounds.shares import encode
@@ -52,7 +53,11 @@ def no_fault_of_ours(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 def grid_of(
-    identities: list[Identity], folder: Path, passes: Passes, scheme: str = "dense"
+    identities: list[Identity],
+    folder: Path,
+    passes: Passes,
+    scheme: str = "dense",
+    robust: RobustRule = "none",
 ) -> Group:
     return Group(
         identities,
@@ -62,6 +67,7 @@ def grid_of(
         exchange_s=SLOW_S,
         silence_s=QUIET_S,
         group_size=ROW,
+        robust=robust,
     )
 
 
@@ -272,6 +278,29 @@ def test_a_malformed_row_mean_leaves_that_row_out_and_blames_its_sender(
     record = record_of(group, asyncio.run(group.run()))
     others = set(group.grid.rows[1]) | set(group.grid.rows[2])
     assert set(record.parts[part].contributors) == others
+
+
+def test_a_row_mean_of_any_length_moves_the_average_by_two_rows_and_nobody_is_blamed(
+    twelve: list[Identity], tmp_path: Path
+) -> None:
+    """Added as it is it would leave nothing that its reducer could encode."""
+    group = grid_of(twelve, tmp_path, everything, robust="gate")
+    part, reducer = slice_of(group, row=1, column=0)
+    liar = group.grid.rows[0][0]
+    codec, numel = group.codec.phases(())[0].row_codec, group.shares[part].numel
+    attempt = group.attempts[reducer]
+    honest = attempt.on_row
+
+    async def receive(peer: str, mean: Mean) -> None:
+        if peer == liar:
+            mean = replace(mean, payload=encode(codec, torch.full((numel,), 2.6e8)))
+        await honest(peer, mean)
+
+    attempt.on_row = receive  # type: ignore[method-assign]
+    record = record_of(group, asyncio.run(group.run()))
+    share = slice(record.parts[part].start, record.parts[part].stop)
+    message = max(float(each[share].norm()) for each in group.messages)
+    assert record.average(group.codec)[share].norm() < 2 * message
 
 
 @pytest.mark.parametrize("sound", [False, True])

@@ -80,9 +80,10 @@ def test_what_members_can_have_learnt_from_is_taken(
 @pytest.mark.parametrize(
     ("tokens", "more", "why"),
     [
-        ([10, 10, MOST_TOKENS * 10 + 1], 0, "more than 80 tokens"),  # than the others in its time
-        ([CAP + 1], 0, f"more than {CAP} tokens"),  # than can be unsent
-        ([CAP, CAP, CAP + 1], 0, f"more than {CAP} tokens"),
+        # than the others learnt in its time
+        ([10, 10, MOST_TOKENS * 10 + 1], 0, "81 tokens, more than 80"),
+        ([CAP + 1], 0, f"{CAP + 1} tokens, more than {CAP}"),  # than can be unsent
+        ([CAP, CAP, CAP + 1], 0, f"{CAP + 1} tokens, more than {CAP}"),
         ([10, 10, 10], 1, "miscounts the tokens"),
         ([10, 10, 10], 10**6, "miscounts the tokens"),
     ],

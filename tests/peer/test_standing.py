@@ -85,6 +85,16 @@ def test_a_crowd_that_was_left_out_makes_nobody_forgotten() -> None:
     )
 
 
+def test_a_crowd_that_was_in_two_records_makes_no_voter_forgotten() -> None:
+    """By zeros, which cost nothing; whoever had a vote and was away meanwhile keeps it."""
+    known = after(4, heard=dict.fromkeys("xyz", 1.0))
+    for number in range(4, 16):
+        crowd = {f"{number // 2:03d} {place:03d}": 1.0 for place in range(120)}
+        known = following_standings(known, number, {"x": 1.0, "y": 1.0} | crowd, ())
+    assert len(known) == MAX_STANDINGS
+    assert credits("xyz", known, 16) == {"x": 10, "y": 10, "z": 4}
+
+
 # ---- unheard -------------------------------------------------------------------------------------
 def test_whose_values_most_averages_lack_sits_out_and_again_for_longer() -> None:
     known = after(6, heard={"liar": 0.4, "late": 0.6, "b": 1.0})
@@ -161,7 +171,24 @@ def test_a_crowd_of_fresh_keys_neither_weighs_nor_states_for_those_who_vote() ->
     credited = dict.fromkeys(honest, 10) | dict.fromkeys(crowd, 0)
     weight = bounded_weights(honest | crowd, credited)
     assert {weight[peer] for peer in honest} == {100 * 11}
-    assert most_tokens(honest | crowd, voters(credited)) == MOST_TOKENS * 100
+    most = most_tokens(honest | crowd, voters(credited), 10**6)
+    assert {most[peer] for peer in honest} == {MOST_TOKENS * 100}
+    assert most_tokens(honest | crowd, voters(credited), 300)["a"] == 300
+
+
+@pytest.mark.parametrize("count", [1, 2, 20])
+def test_all_who_have_no_vote_are_together_believed_what_the_voters_learnt(count: int) -> None:
+    """Eight times what one of those learnt of each would bring the run's end near."""
+    honest = {"a": 100, "b": 80, "c": 5000}
+    crowd = {f"fresh {place}": 10**6 for place in range(count)}
+    most = most_tokens(honest | crowd, honest.keys(), 10**9)
+    believed = {peer: min(tokens, most[peer]) for peer, tokens in (honest | crowd).items()}
+    assert most_tokens(believed, honest.keys(), 10**9) == most  # what a record says holds again
+    assert believed["c"] == MOST_TOKENS * 100
+    learnt = 100 + 80 + believed["c"]
+    total = sum(believed[peer] for peer in crowd)
+    assert total == believed["c"] if count == 1 else learnt - count < total <= learnt
+    assert most_tokens(dict.fromkeys(honest, 1) | crowd, honest.keys(), 10**9)["fresh 0"] >= 1
 
 
 # ---- probation -----------------------------------------------------------------------------------

@@ -261,9 +261,10 @@ def _unequal(swarm: ProcessSwarm, stage: int, present: list[Peer]) -> list[str]:
     for number, record in sorted(chain.items()):
         counted = {name for part in record.parts if part.numel for name in part.contributors}
         stated = {member.peer: member.tokens for member in record.members}
-        most = min(tokens_cap(swarm.manifest), most_tokens(stated, record.voters))
+        most = most_tokens(stated, record.voters, tokens_cap(swarm.manifest))
         for member in record.members:
-            learnt = {min(each, most) for each in told.get((member.peer, number), ())}
+            believed = most[member.peer]
+            learnt = {min(each, believed) for each in told.get((member.peer, number), ())}
             if member.peer in counted and member.tokens not in learnt:
                 flaws.append(f"stage {stage}, round {number}: {member.tokens} tokens of nobody")
         before = chain.get(number - 1)

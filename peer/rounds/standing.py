@@ -12,7 +12,8 @@ know the same. Four rules rest on it:
 - *Left out.* That an attempt had to be repeated without a peer, in its round or the next one, is
   nobody's fault once. Again soon, and it sits out the next 2 rounds, then 4, 8, ... 64.
 - *Unheard.* Whose values most of the average lacked in six of its last ten rounds, because reducers
-  left them out or they came too late, sits out likewise.
+  left them out or they came too late, sits out likewise; after two who was in no average yet: its
+  key cost nothing, and an exchange waits for it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ MAX_STANDINGS = 320  # peers that a record remembers
 VOTERS_STANDINGS = 240  # of these places, which those have first who could vote
 HISTORY = 10  # rounds of a peer
 MOST_UNHEARD = 6  # of them
+MOST_UNHEARD_OF_NEW = 2  # of who was in no average yet
 MOST_WEIGHT = 2  # of the group's median
 MOST_TOKENS = 8  # likewise: how much faster one may be, times the rounds that others were heard in
 
@@ -66,7 +68,7 @@ class Standing:
         history = (self.unheard << 1 | (share < 0.5)) % 2**HISTORY
         credited = min(MOST_CREDITED, self.credited + (share > 0))
         following = replace(self, round=round_number, credited=credited, unheard=history)
-        if history.bit_count() < MOST_UNHEARD:
+        if history.bit_count() < (MOST_UNHEARD if credited else MOST_UNHEARD_OF_NEW):
             return following
         return replace(following, unheard=0, times=max(1, self.times)).excluded(round_number)
 

@@ -105,6 +105,20 @@ def test_whose_values_most_averages_lack_sits_out_and_again_for_longer() -> None
     assert [number for number in range(14, 99) if sitting_out(known, number)] == [14, 15, 16, 17]
 
 
+def test_who_was_in_no_average_yet_sits_out_after_two_that_lacked_it() -> None:
+    """Keys that come to every group and give nothing make each exchange wait for them."""
+    known, waited = after(4, heard={"b": 1.0}), list[int]()
+    for number in range(4, 64):
+        silent = {"fresh"} - sitting_out(known, number)
+        waited += [number] * len(silent)
+        known = following_standings(known, number, {"b": 1.0} | dict.fromkeys(silent, 0.0), ())
+    assert waited == [4, 5, 8, 9, 14, 15, 24, 25, 42, 43]
+    late = following_standings(known, 64, {"b": 1.0, "late": 0.0}, ())
+    late = following_standings(late, 65, {"b": 1.0, "late": 0.3}, ())
+    late = following_standings(late, 66, {"b": 1.0, "late": 0.0}, ())
+    assert "late" not in sitting_out(late, 67)
+
+
 @pytest.mark.parametrize(("lacking", "sits"), [(5, False), (6, True)])
 def test_only_the_last_ten_rounds_of_a_peer_count(lacking: int, sits: bool) -> None:
     known: Standings = ()

@@ -45,7 +45,6 @@ from tests.docker.prometheus import free_ports
 from tests.swarm.harness import Peer, ProcessSwarm
 from tests.swarm.small_run import USUAL_DEADLINES, fixed_steps, run_manifest
 
-FIVE_MINUTES_S = 300.0
 SNAPSHOT_ROUNDS = 5  # between two snapshots: 25 minutes of five each
 STEPS = 10  # of a round
 ROUND_LIMIT_S = 600.0

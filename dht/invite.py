@@ -25,6 +25,7 @@ PEER_ID_START = b"\x00\x24\x08\x01\x12\x20"  # of an Ed25519 key, which follows
 _HOST = r"/(?P<kind>ip4|ip6|dns|dns4|dns6)/(?P<host>[A-Za-z0-9.:_%-]{1,255})"
 _LISTEN = re.compile(_HOST + r"/tcp/(?P<port>[0-9]{1,5})")
 PEER_ID = "12D3KooW[1-9A-HJ-NP-Za-km-z]{44}"
+MAX_PEER_ID = 64  # characters that are read as one; it has 52
 _BOOTSTRAP = re.compile(_LISTEN.pattern + f"/p2p/(?P<peer_id>{PEER_ID})")
 
 

@@ -315,7 +315,7 @@ class RoundSpec:
 class DeadlineSpec:
     """Seconds after which somebody is given up.
 
-    heartbeat_s: between two announcements in the DHT.
+    heartbeat_s: between two announcements in the DHT, at least.
     silence_s: a member of an exchange, or a neighbour in a replica, that is silent this long
         counts as dead.
     matchmaking_s: for finding the group.
@@ -332,7 +332,7 @@ class DeadlineSpec:
 
     @property
     def record_lifetime_s(self) -> float:
-        """How long a record in the DHT is valid: three heartbeats."""
+        """The shortest that a record in the DHT lives: three heartbeats."""
         return 3 * self.heartbeat_s
 
     @property

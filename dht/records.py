@@ -175,7 +175,10 @@ class StageRecord(Record):
     blocked: Text
     compression_error: Number | None = None
     computing_share: Number | None = field(
-        default=None, metadata={"figure": "Of its time in replicas in which its stage computed."}
+        default=None,
+        metadata={
+            "figure": "Of its time since it was first in a replica, in which its stage computed."
+        },
     )
     spare_share: Number | None = field(
         default=None, metadata={"figure": "Of its time since it began to train, in no replica."}

@@ -52,9 +52,7 @@ def announced(addresses: Sequence[str]) -> tuple[str, ...]:
 
 def peer_ids(texts: Sequence[str]) -> tuple[str, ...]:
     if not texts:
-        raise InvalidInput(
-            "name at least one peer: its id is what `dilocox peer` tells at its start"
-        )
+        raise InvalidInput("name at least one peer: `dilocox peer` prints its id when it starts")
     return tuple(map(peer_id, texts))
 
 
@@ -100,7 +98,7 @@ InviteText = Annotated[
 State = Annotated[Path, "Folder for identity, snapshots and log; it belongs to one peer at a time."]
 PeerIds = Annotated[
     tuple[str, ...],
-    typer.Argument(help="Their ids, as `dilocox peer` tells them.", metavar="PEER_ID..."),
+    typer.Argument(help="Ids of the peers, as `dilocox peer` prints them.", metavar="PEER_ID..."),
     ReadFrom(list[str], peer_ids),
 ]
 Port = Annotated[int, Ge(0), Le(65535), "TCP port to listen on; 0 takes a free one."]
@@ -136,7 +134,7 @@ Dtype = Annotated[
 DtypeInMemory = Annotated[
     Literal["fp32", "bf16"], "bf16 takes half the memory, and is slower on most processors."
 ]
-Contributors = Annotated[bool, "Name in the model card whose tokens the records count."]
+Contributors = Annotated[bool, "List the contributors in the model card."]
 LogLevel = Annotated[str, "debug, info, warning or error."]
 
 
@@ -169,7 +167,7 @@ class InitOptions:
     ] = None
     model: Annotated[
         str | None,
-        "A preset, which a wrong name lists, or a checkpoint to go on from: a folder or "
+        "A preset (a wrong name lists them) or a checkpoint to go on from: a folder or "
         "NAME@COMMIT of the hub.",
     ] = None
     data: Annotated[
@@ -186,17 +184,17 @@ class InitOptions:
         typer.Option(
             min=1,
             show_default="as few as fit the memory",
-            help="Slices to cut the model into; not asked for.",
+            help="Slices to cut the model into; never asked.",
         ),
     ] = None
-    yes: Annotated[bool, "Ask nothing: what no option says has its default."] = False
+    yes: Annotated[bool, "Ask nothing: use the default where no option is given."] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
     """Say what a run will do on given machines: whether it fits, its speed, bytes and days."""
 
-    file: Annotated[Path, typer.Argument(help="The run.yaml; with --from none is read.")] = Path(
+    file: Annotated[Path, typer.Argument(help="The run.yaml; not read with --from.")] = Path(
         "run.yaml"
     )
     peers: Annotated[
@@ -227,13 +225,13 @@ class PlanOptions:
         None
     )
     threads: Annotated[
-        int, Ge(0), "Cores that train, of which the codec takes one for a while; 0: it has its own."
+        int, Ge(0), "Cores that train, one of which the codec borrows; 0: the codec has its own."
     ] = 0
     invite: Annotated[
         Invite | None,
         "--from",
         "Invite of a live run, which tells its run.yaml, peers and speed; the link is measured to "
-        "one of them. What options say goes before.",
+        "one of them. Options override it.",
         ReadFrom(str, Invite.parse),
     ] = None
     json_file: JsonFile = None
@@ -276,7 +274,7 @@ class BootstrapOptions:
         return f"/ip4/{self.host}/tcp/{self.port}"
 
 
-Yes = Annotated[bool, "Do not ask first; needed off a terminal."]
+Yes = Annotated[bool, "Do not ask first; required in scripts."]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,12 +341,12 @@ class AdmitOptions(OperateOptions):
     """Let peers take part in a run whose run.yaml says `admission: listed`."""
 
     peers: PeerIds
-    days: Annotated[int, Ge(1), Le(3650), "For so long; admit them again to prolong it."] = 30
+    days: Annotated[int, Ge(1), Le(3650), "Days until it lapses; admit again to prolong."] = 30
 
 
 @dataclass(frozen=True, kw_only=True)
 class RevokeOptions(OperateOptions):
-    """Take back that peers are admitted: all others refuse them within a minute."""
+    """Withdraw peers' admission: all others refuse them within a minute."""
 
     peers: PeerIds
 
@@ -360,7 +358,7 @@ class AdmittedOptions(OperateOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class RotateOptions(OperateOptions):
-    """Let a new key sign all that follows; the one before it can sign nothing any more."""
+    """Replace the operator's key: from now on only the new one can sign."""
 
     new_key: Annotated[
         Path | None, "Where to write it; operator.key in the state folder if left out."
@@ -489,8 +487,8 @@ class PeerOptions(HostingOptions):
     snapshot_minutes: Annotated[
         float,
         Ge(0),
-        "Time between snapshots of this peer's training, which a crash may cost; each writes 28 "
-        "bytes a parameter to the disk.",
+        "Minutes between snapshots; a crash may lose what was learnt since the last. Each writes "
+        "28 bytes a parameter to the disk.",
     ] = 25  # so 6 bytes a parameter in a round of five minutes
 
     @property
@@ -531,7 +529,7 @@ class AnchorOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(AnchorOptions):
-    """Write the newest anchors of a run as a Hugging Face folder."""
+    """Write the newest weights of a run as a Hugging Face folder."""
 
     folder: Annotated[Path, typer.Argument(help="Folder to write the checkpoint to.")]
     contributors: Contributors = False
@@ -539,24 +537,24 @@ class ExportOptions(AnchorOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PushOptions(AnchorOptions):
-    """Put the newest anchors of a run into a repository on the Hugging Face hub."""
+    """Put the newest weights of a run into a repository on the Hugging Face hub."""
 
     repository: Annotated[
         str, typer.Argument(help="OWNER/NAME on the hub; it is made if it is not there.")
     ]
     every: Annotated[
-        int, Ge(0), "Push again after so many rounds each, until the run's end; 0 pushes once."
+        int, Ge(0), "Push again every so many rounds, until the run ends; 0 pushes once."
     ] = 0
     folder: Annotated[Path, "Folder for the checkpoint, which is uploaded from there."] = Path(
         "dilocox-push"
     )
-    private: Annotated[bool, "Make a repository that others do not see."] = False
+    private: Annotated[bool, "Create the repository as private."] = False
     contributors: Contributors = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(AnchorOptions):
-    """Continue a text with the newest anchors of a run."""
+    """Continue a text with the newest weights of a run."""
 
     text: Annotated[str, typer.Argument(help="Text to continue."), ReadFrom(str, text_to_continue)]
     tokens: Annotated[
@@ -578,7 +576,7 @@ class GenerateOptions(AnchorOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(AnchorOptions):
-    """Answer on this machine with the newest anchors of a run: a chat page, and OpenAI's API."""
+    """Answer on this machine with the newest weights of a run: a chat page, and OpenAI's API."""
 
     port: Port = 9480
     host: Host = "127.0.0.1"
@@ -597,7 +595,7 @@ class ServeOptions(AnchorOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    """Replay a run's rounds and check that they make its anchors; exit code 1 on a flaw."""
+    """Replay a run's rounds and check that they make its weights; exit code 1 if not."""
 
     source: Annotated[
         Path | Invite,
@@ -606,9 +604,7 @@ class VerifyOptions:
         ),
         ReadFrom(str, path_or_invite),
     ]
-    stage: Annotated[str, "Slice of the model whose chain is meant, a number from 0, or all."] = (
-        "all"
-    )
+    stage: Annotated[str, "Stage to look at, a number from 0, or all."] = "all"
     host: Host = "0.0.0.0"
     timeout_s: Timeout = 600
     log_level: LogLevel = "warning"

@@ -46,6 +46,7 @@ from pydantic import (
 )
 
 from dilocox.compression.group_quantization import GroupCodec, padded
+from dilocox.dht.invite import MAX_PEER_ID
 from dilocox.dht.wire import Malformed, Many, pack, unpack
 
 CODECS: Final = ("fp32", "bf16", "int8", "int4")  # most faithful first
@@ -90,7 +91,6 @@ MAX_INTEGER: Final = 2**53
 MAX_NAME: Final = 64  # characters of a fact's name
 MAX_TEXT: Final = 1024  # characters of a text
 MAX_ITEMS: Final = 256  # facts of a frame, items of a list
-MAX_REPLICA: Final = 64  # characters: a peer id has 52
 
 
 class FrameRefused(ValueError):
@@ -241,7 +241,7 @@ class Frame:
     __pydantic_config__ = ConfigDict(extra="forbid")  # for `_checked`; who makes one is not checked
 
     kind: _Name
-    replica: Annotated[str, Field(strict=True, max_length=MAX_REPLICA)] = ""
+    replica: Annotated[str, Field(strict=True, max_length=MAX_PEER_ID)] = ""
     epoch: Count = 0
     step: Count = 0
     microbatch: Count = 0

@@ -4,9 +4,10 @@ What: `form` makes a replica of free peers, `step` takes one inner step with it,
 the validation loss through it, `dissolve` lets it go.
 Why: one peer must decide, and the stage-0 peer has the data. It decides in the thread that
 computes, between or within inner steps, so nothing runs beside it that could disagree.
-How: what is lost shows as a fault within an inner step. Then every member is asked once; those that
-do not answer, or are no longer in this replica, are replaced by free peers of their stage, all
-members get the next epoch, and the step is replayed (or, if its GO was given, the next one begins).
+How: what is lost shows as a fault within an inner step. Then every member is asked, a silent one
+twice; those that do not answer, or are no longer in this replica, are replaced by free peers of
+their stage, all members get the next epoch, and the step is replayed (or, if its GO was given, the
+next one begins).
 Where no spare is to be had the replica is dissolved: nobody loses what it learnt.
 """
 

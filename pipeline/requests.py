@@ -27,9 +27,9 @@ from hivemind.p2p.p2p_daemon_bindings.utils import raise_if_failed, read_pbmsg_s
 from hivemind.proto import p2pd_pb2
 from pydantic import Field
 
+from dilocox.dht.invite import MAX_PEER_ID
 from dilocox.pipeline.frames import (
     ANSWER_KINDS,
-    MAX_REPLICA,
     NO_TENSORS,
     REQUEST_KINDS,
     Facts,
@@ -49,7 +49,7 @@ _REPLIES = frozenset({"reply", "no"})
 
 
 class _Relay(Facts):
-    to: Annotated[str, Field(max_length=MAX_REPLICA)]  # whom the letter is for
+    to: Annotated[str, Field(max_length=MAX_PEER_ID)]  # whom the letter is for
 
 
 class _No(Facts):

@@ -25,7 +25,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dilocox.pipeline.frames import MAX_REPLICA, Codec, Count, Facts, Frame, FrameRefused, or_nan
+from dilocox.dht.invite import MAX_PEER_ID
+from dilocox.pipeline.frames import Codec, Count, Facts, Frame, FrameRefused, or_nan
 
 ReservationState = Literal["shut", "free", "reserved", "member"]
 
@@ -33,7 +34,7 @@ LEASE_S = 10.0  # how long a reservation holds if no assignment follows
 MAX_WINDOW = 65536
 MAX_LEARNING_RATE = 10.0  # no manifest has more
 
-PeerName = Annotated[str, Field(max_length=MAX_REPLICA)]
+PeerName = Annotated[str, Field(max_length=MAX_PEER_ID)]
 ClipFactor = Annotated[float, or_nan(0.0, 1.0)]
 LearningRate = Annotated[float, Field(ge=0.0, le=MAX_LEARNING_RATE, allow_inf_nan=False)]
 

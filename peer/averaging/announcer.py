@@ -21,7 +21,7 @@ of the others. Other stages than one's own are looked at once in four intervals.
              last announcement, no longer than two thirds of what that lives
 
 A key costs nothing, so a crowd of them must not slow down the others: no more peers of a stage
-count than twice as many as those that the newest record remembers, and a few.
+count than twice as many as are in view of those whose values some average held, and a few.
 
 These are pure rules over numbers and the times that the caller gives.
 """

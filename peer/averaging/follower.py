@@ -205,7 +205,7 @@ class ChainFollower:
             self._refresh()
             if self.head.round < self.applied:
                 logger.error(
-                    "alarm: the record of this peer's anchor is missing; downloading a state"
+                    "alarm: the record behind these weights is missing; downloading others' weights"
                 )
                 self._state_needed = _StateNeeded()
             return

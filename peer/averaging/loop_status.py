@@ -44,7 +44,7 @@ class LoopStatus:
     caught_up_s: that the end of a round waits until records are in the anchor, at most.
     waiting_share, round_waiting_share: waited for averages, of all its time and of its last round.
     computing_share: of the time since it first was in a replica.
-    spare_share: of all its time, in no replica.
+    spare_share: of its time since it began to train, in no replica.
     compression_error: |m - c| / |m| of its newest message in a round.
     gave: what this peer gave so far.
     unsent_tokens: those that no record holds as far as it knows. lost_tokens: none ever will.

@@ -205,7 +205,7 @@ class Keeper:
             try:
                 await archive.close()
             except Exception:  # the others, and new rules, do not wait for it
-                logger.exception("archive of stage %d: not put down as it should be", stage)
+                logger.exception("archive of stage %d: did not close properly", stage)
 
     def _revise(self, manifest: Manifest) -> None:
         self._adopting = self._thread.loop.create_task(self._adopt(manifest, self._adopting))

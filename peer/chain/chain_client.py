@@ -408,7 +408,7 @@ class ChainClient(HeaderClient):
         if not isinstance(size, int) or not 0 < size <= limit:
             raise CallRefused(f"{peer} has a state of {size} bytes, at most {limit} are due")
         if not SHA256.fullmatch(sha256):
-            raise CallRefused(f"{peer} names its state by what is no sha256")
+            raise CallRefused(f"{peer} names its state, but not by a sha256")
         return digest, sha256, size
 
     async def download(

@@ -66,7 +66,7 @@ class Credit:
             self._digest = head.digest
 
     def knows(self, peer: str) -> bool:
-        """Whether its values are in the chain's last records, or it is a bootstrap."""
+        """Whether it had a vote in the chain's last records, or is a bootstrap."""
         return peer in self.records or peer in self._keepers
 
 

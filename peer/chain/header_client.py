@@ -16,11 +16,12 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from dilocox.dht.errors import EnvironmentFault, reason_of
+from dilocox.dht.invite import MAX_PEER_ID
 from dilocox.dht.names import shown_peer
 from dilocox.dht.rpc import REFUSED, CallRefused, Client
 from dilocox.peer.chain.store import HEADER_BYTES
 from dilocox.peer.chain.summary import ChainRound
-from dilocox.peer.rounds.record import MAX_PEER_ID, RecordRefused, digest_of, parse_header
+from dilocox.peer.rounds.record import RecordRefused, digest_of, parse_header
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +167,7 @@ class HeaderClient:
         left_s = self._deadline - self._now()
         if left_s <= 0:
             asking.close()
-            raise EnvironmentFault("the time is over; give more with --timeout")
+            raise EnvironmentFault("time ran out; allow more with --timeout")
         return await asyncio.wait_for(asking, min(left_s, limit_s))
 
 

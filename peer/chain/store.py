@@ -336,7 +336,9 @@ class RoundLog(Store):
             raise RecordRefused(f"record {record.round} is under older rules than the one before")
         before = () if last is None else last.standings
         if not follows(record.standings, before, record.round, record.heard()):
-            raise RecordRefused(f"record {record.round} remembers peers otherwise than it follows")
+            raise RecordRefused(
+                f"record {record.round} does not follow in what it remembers of peers"
+            )
         if record.ranks != (self._codec.first_ranks if last is None else last.next_ranks):
             raise RecordRefused(f"record {record.round} has other ranks than were planned")
         self.write(record.round, data, certificate)

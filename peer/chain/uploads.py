@@ -10,7 +10,6 @@ where those have more than half.
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import os
@@ -22,7 +21,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, BinaryIO
 
-from dilocox.dht.rpc import CHUNK_BYTES, STALL_S, reply, unpack
+from dilocox.dht.rpc import CHUNK_BYTES, reply, unpack
 from dilocox.peer.chain.snapshot_files import CHUNKS_FILE, STATE_FACTS_FILE, STATE_FILE, newest
 from dilocox.peer.chain.store import Store
 
@@ -104,14 +103,10 @@ class Uploads:
         at_once: int = AT_ONCE,
         *,
         knows: Callable[[str], bool] = lambda peer: False,
-        stall_s: float = STALL_S,
     ):
-        """knows: whether a peer's values are in the chain's last records. stall_s: who takes no
-        chunk for so long is not served any more.
-        """
+        """knows: whether a peer had a vote in the chain's last records, or is a bootstrap."""
         self._at_once = at_once
         self._knows = knows
-        self._stall_s = stall_s
         self._running: list[Upload] = []
 
     async def answer(
@@ -162,7 +157,7 @@ class Uploads:
         """An upload to this peer; `urgent`: always, and not counted. UploadRefused: there may be no
         more now.
         """
-        upload = Upload(peer, file, self._stall_s, self._running)
+        upload = Upload(peer, file, self._running)
         if not urgent:
             self._make_place(peer)
             self._running.append(upload)
@@ -194,11 +189,10 @@ class Uploads:
 class Upload:
     """One that runs; in this list while it has a place."""
 
-    def __init__(self, peer: str, file: BinaryIO, stall_s: float, running: list[Upload]):
+    def __init__(self, peer: str, file: BinaryIO, running: list[Upload]):
         self.peer = peer
         self.began = monotonic()
         self._file = file
-        self._stall_s = stall_s
         self._running = running
         self._ended = False
         self._taken, self._waited_s = 0, 0.0  # since it last was fast enough
@@ -225,25 +219,15 @@ class Upload:
 
     @contextmanager
     def being_taken(self, count: int) -> Generator[None]:
-        """While the peer takes a chunk of so many bytes: if that lasts too long, the task that
-        writes it into the peer's stream is cancelled, or it would hold both for ever.
-        """
-        taker = asyncio.current_task()
-        timer = asyncio.get_running_loop().call_later(self._stall_s, self._stalled, taker)
+        """While the peer takes a chunk of so many bytes."""
         self._waits_since = monotonic()
         try:
             yield
         finally:
-            timer.cancel()
             self._waited_s, self._waits_since = self._all_waited_s, None
         self._taken += count
         if self._waited_s >= LEAST_OVER_S and not self.drips:
             self._taken, self._waited_s = 0, 0.0
-
-    def _stalled(self, taker: asyncio.Task[Any] | None) -> None:
-        self.end()
-        if taker is not None:
-            taker.cancel()
 
     def end(self) -> None:
         if not self._ended:

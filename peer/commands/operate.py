@@ -155,7 +155,7 @@ class Operator:
         deadline = time.monotonic() + PUBLISH_LIMIT_S
         while self.revisions.published < number:
             if not StateFolder(self.state).in_use:
-                typer.echo(f"revision {number} is signed, but no bootstrap runs. When it does:")
+                typer.echo(f"revision {number} is signed; no bootstrap runs now. Once one does:")
                 return number
             if time.monotonic() > deadline:
                 raise EnvironmentFault(

@@ -528,6 +528,6 @@ def follow(
             service.take(load(options, joined, folder))
             tried = newest.digest
         except (DilocoxError, OSError, ValueError) as error:
-            logger.warning("no newer weights, those before answer on: %s", error)
+            logger.warning("no newer weights; the old ones still answer: %s", error)
             pause_s = max(RETRY_S, pause_s)
         next_at = time.monotonic() + pause_s

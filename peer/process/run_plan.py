@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from dilocox.compression.exact import MAX_RANK
 from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import Phase
 from dilocox.dht.errors import InvalidInput
@@ -44,7 +45,6 @@ CODEC_ROOM = 3  # in `LowRank.core_seconds`, which deadlines follow, over what i
 CODE_S, GATE_S, MOVE_S, CALL_S = 8e-9, 13e-9, 4e-9, 3e-3
 HEARTBEAT_BYTES = 35_000.0  # what a peer sends in a heartbeat's time while nothing happens
 MONTH_S, DAY_S = 30 * 86400.0, 86400.0
-MAX_RANK = 64
 DENSE_BITS: tuple[Literal[4, 2], ...] = (4, 2)  # a value, of dense codecs that one chooses from
 
 
@@ -73,7 +73,7 @@ class Machines:
 
     def __post_init__(self) -> None:
         if (self.flops is None) == (not self.stage_tokens_s):
-            raise InvalidInput("tell either --tflops or --tokens-per-s of a peer")
+            raise InvalidInput("give either --tflops or --tokens-per-s")
 
     @property
     def slower_bytes_s(self) -> float:
@@ -164,8 +164,8 @@ class RunPlan:
         told = len(machines.stage_tokens_s)
         if told > 1 and told != manifest.stages:
             raise InvalidInput(
-                f"--tokens-per-s: {told} stages are told, the run has {manifest.stages}: tell each "
-                "one's, or that of the slowest"
+                f"--tokens-per-s: {told} values for {manifest.stages} stages: give one for each, "
+                "or that of the slowest"
             )
         if machines.peers < manifest.stages:
             raise InvalidInput(

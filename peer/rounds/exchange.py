@@ -355,11 +355,13 @@ class Attempt:
         unlike = self._shares.unlike() - {self._setup.me}
         if unlike:
             logger.warning(
-                "this peer votes against what %s averaged: its own values cannot be in it",
+                "this peer votes against the average of %s: it lacks this peer's values",
                 ", ".join(sorted(unlike)),
             )
         if two_faced := self._shares.two_faced:
-            logger.warning("%s gave us one mean and others another", ", ".join(sorted(two_faced)))
+            logger.warning(
+                "%s sent different averages to different peers", ", ".join(sorted(two_faced))
+            )
         agreed = record is not None and not unlike and not two_faced
         vote = self.ballots.cast(
             self.digest if agreed else None, () if agreed else tuple(sorted(self._missed()))

@@ -14,9 +14,10 @@ members end with the same bytes, and a record's parts are the shares.
 With one row this is the flat exchange: a part is a share, and nothing travels between rows.
 
 The order of members is that of a hash over the group's id, new in every attempt, so that nobody
-chooses its row, and whoever is slow shares it with others each time. Those that can only dial out
-come last: they are no reducers, and every row needs some. And every row needs voters (standing.py),
-by whom the others in it are judged: they are dealt first among those that can be reached.
+chooses its row, and whoever is slow shares it with others each time. Those that do not average
+(they only dial out, or have no vote where others have) come last; every row needs some that do. And
+every row needs voters (standing.py), by whom the others in it are judged: they are dealt first
+among those that can be reached.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Grid:
         Args:
             group: its id, which all members know.
             peers: all members.
-            reducers: those of them that others can reach; at least one.
+            reducers: those of them that average, see `attempt_setup`; at least one.
             row_size: how many members a row has at most, if there are reducers and voters for so
                 many rows.
             voters: those by whom the others are judged; all, if none is named.

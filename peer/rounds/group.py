@@ -468,7 +468,7 @@ def attempt_setup(
     if me not in tickets:
         raise LeftOut(
             f"{len(part.tickets)} members came, this group takes {room}, first those that were in "
-            "the most records; where that goes on start new peers with --stage of another stage"
+            "the most records; if that lasts, start new peers on another stage with --stage"
         )
     credited = {peer: credited[peer] for peer in tickets}
     voting = voters(credited)

@@ -35,6 +35,7 @@ from dilocox.compression.group_quantization import GROUP_SIZE, GroupCodec
 from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import Compression, StageCodec, StageMeans
 from dilocox.compression.workers import ALONE, Workers
+from dilocox.dht.invite import MAX_PEER_ID
 from dilocox.dht.manifest import CodecSpec, Manifest
 from dilocox.dht.wire import Many, first_flaw
 from dilocox.peer.rounds.grid import Share
@@ -116,7 +117,6 @@ def chosen_in(names: Sequence[str], bits: bytes) -> tuple[str, ...]:
 
 
 MAX_HEADER_BYTES = 1 << 20
-MAX_PEER_ID = 64  # characters of a peer's id; it has 52
 _MAX_NUMBER = 2**63 - 1
 _MAX_TIME_S = 123456.7891  # as long as any that a ticket may state, which has four decimals
 

@@ -24,7 +24,7 @@ one member, and one of any length would leave nothing that could be encoded.
 
 With the gate the members judge the reducers, too (`not_of_ours`): a mean that holds one's own
 values lies along them, and is not much longer beside them than the other reducers' means. Who finds
-one that does not votes against the record and names its reducer; where half of the group does, the
+one that does not votes against the record and names its reducer; where half of its voters do, the
 attempt is repeated without it. What a reducer adds that is no longer than the mean itself is not
 found.
 """

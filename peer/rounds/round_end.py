@@ -42,9 +42,9 @@ ever moves to an earlier time, and that with notice. Pure rules over records: `n
 `RoundKeeper` keeps the round of a peer: when a head rings, when to send, when to go on.
 
 What it has seen of a round stays seen until its group has met, also by peers that have gone on:
-bells in the DHT live for three heartbeats, and a round may last an hour. For the same reason a head
-keeps its own bell of a round alive until then. (With bells that were forgotten as they expired, 4
-heads committed every third round of 600 s: slower ones found nobody to average with.)
+bells in the DHT live for three announcements, and a round may last an hour. For the same reason a
+head keeps its own bell of a round alive until then. (With bells that were forgotten as they
+expired, 4 heads committed every third round of 600 s: slower ones found nobody to average with.)
 
 Two threads use it: the coordinator's, which looks at the others' bells, and the training loop,
 which ends a round by its send.

@@ -164,8 +164,8 @@ class Reporter:
         self.event("started_over", tokens=tokens)
         logger.warning(
             "the weights here were not finite (NaN): this peer goes on from the anchor with a new "
-            "inner optimizer, and what it learnt from %d tokens is lost; where that comes again "
-            "on one machine, test its memory; on many, the run's inner.learning_rate is too high",
+            "inner optimizer, and what it learnt from %d tokens is lost; if it recurs on one "
+            "machine, test its memory; if on many, the run's inner.learning_rate is too high",
             tokens,
         )
 

@@ -355,7 +355,7 @@ class Journal:
         except FileNotFoundError:
             pass
         except (OSError, ValueError, TypeError) as error:
-            logger.warning("%s cannot be read (%s): as if something had been sent", path, error)
+            logger.warning("%s cannot be read (%s): assuming that something was sent", path, error)
             self._readable = False
 
     @property

@@ -93,7 +93,7 @@ def test_each_command_adds_a_revision_and_removes_none(
     assert folder.revisions.numbers == [0, 1, 2, 3]
     assert folder.state == (3, "running")
     said = capsys.readouterr().out
-    assert "revision 1 is signed, but no bootstrap runs. When it does:" in said
+    assert "revision 1 is signed; no bootstrap runs now. Once one does:" in said
     assert "revision 2: outer.learning_rate: 0.7 -> 0.5" in said
 
 

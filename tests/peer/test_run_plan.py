@@ -225,9 +225,9 @@ def test_bits_of_a_dense_codec_that_hide_an_exchange_do_so() -> None:
     ("given", "said"),
     [
         ({"peers": 1}, "--peers 1: a replica of this run takes 2"),
-        ({"stage_tokens_s": (1.0, 2.0, 3.0)}, "3 stages are told, the run has 2"),
-        ({"flops": 1e12}, "tell either --tflops or --tokens-per-s"),
-        ({"stage_tokens_s": ()}, "tell either --tflops or --tokens-per-s"),
+        ({"stage_tokens_s": (1.0, 2.0, 3.0)}, "3 values for 2 stages"),
+        ({"flops": 1e12}, "give either --tflops or --tokens-per-s"),
+        ({"stage_tokens_s": ()}, "give either --tflops or --tokens-per-s"),
     ],
 )
 def test_machines_that_cannot_be_are_refused(given: dict[str, Any], said: str) -> None:
@@ -297,7 +297,7 @@ def test_its_json_has_stable_names_and_a_run_that_does_not_fit_an_exit_code(
     ("arguments", "said"),
     [
         (("--tflops", "1"), "--mbit is missing"),
-        (("--mbit", "10"), "tell either --tflops or --tokens-per-s"),
+        (("--mbit", "10"), "give either --tflops or --tokens-per-s"),
         (("--mbit", "10", "--tokens-per-s", "fast"), "give a number, or one for each stage"),
         (("--mbit", "10", "--tflops", "1", "--peers", "1"), "a replica of this run takes 2"),
     ],

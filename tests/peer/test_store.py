@@ -275,7 +275,7 @@ def test_a_record_that_gives_its_members_no_credit_is_not_appended(log: RoundLog
         (replace(standing, times=1, left_out=1),),
         (*honest.standings, Standing(peer="b", round=1, credited=1)),
     ):
-        with pytest.raises(RecordRefused, match="remembers peers otherwise"):
+        with pytest.raises(RecordRefused, match="does not follow in what it remembers"):
             log.append(replace(honest, standings=forged).to_bytes(), PROOF)
     out = Standing(peer="b", round=1, times=1, left_out=1)  # of a repeated attempt
     log.append(replace(honest, standings=(standing, out)).to_bytes(), PROOF)

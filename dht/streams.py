@@ -13,7 +13,7 @@ import asyncio
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -104,6 +104,15 @@ class _Request(_Reader):
         if self._untaken is not None:
             self._untaken.cancel()
 
+    @contextmanager
+    def being_answered(self) -> Generator[None]:
+        """While its caller takes one of several answers, which it may never do."""
+        timer = asyncio.get_running_loop().call_later(self._limit_s, self.end, "late")
+        try:
+            yield
+        finally:
+            timer.cancel()
+
     def close(self) -> None:
         """Its handler is done; hivemind may still wait for a message until the stream closes."""
         self.over = True
@@ -124,6 +133,25 @@ def accept() -> None:
     """For a handler, of the call that it answers: what follows the first message may come."""
     if request := _answered.get(None):
         request.accepted.set()
+
+
+class _Writer:
+    """What a call of ours writes into; once it is closed what the other side does not read is
+    dropped after a while, or it would be kept, with the stream, for as long as both run.
+    """
+
+    def __init__(self, writer: Any, limit_s: float):
+        self._writer = writer
+        self._limit_s = limit_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._writer, name)
+
+    def close(self) -> None:
+        self._writer.close()
+        transport = self._writer.transport
+        if transport.get_write_buffer_size():
+            asyncio.get_running_loop().call_later(self._limit_s, transport.abort)
 
 
 class _Places:
@@ -176,7 +204,7 @@ class OpenStreams:
     ):
         self._strangers = _Places(of_stranger, of_strangers)
         self._known = _Places(OF_KNOWN, OF_ALL_KNOWN)
-        self._limit_s = limit_s
+        self.limit_s = limit_s
         self.refuse: Callable[[str], object] = lambda reason: None
         self.knows: Callable[[str], bool] = lambda peer: False
 
@@ -187,7 +215,7 @@ class OpenStreams:
             peer = str(stream.peer_id)
             places = self._known if self.knows(peer) else self._strangers
             request = _Request(
-                reader, one_message=one_message, limit_s=self._limit_s, refuse=self.refuse
+                reader, one_message=one_message, limit_s=self.limit_s, refuse=self.refuse
             )
             if not places.take(peer, request):
                 self.refuse("often")
@@ -205,24 +233,6 @@ class OpenStreams:
                 places.leave(peer, request)
 
         return answer
-
-    @contextmanager
-    def being_taken(self) -> Generator[None]:
-        """While a caller takes one of several answers: if that lasts too long, the task that writes
-        it into the caller's stream is cancelled, or it would hold both for ever.
-        """
-        writing = asyncio.current_task()
-
-        def end() -> None:
-            self.refuse("late")
-            if writing is not None:
-                writing.cancel()
-
-        timer = asyncio.get_running_loop().call_later(self._limit_s, end)
-        try:
-            yield
-        finally:
-            timer.cancel()
 
 
 def _forgetful(handler: Callable[[Any, Any], Any], *, answers: bool) -> Callable[[Any, Any], Any]:
@@ -244,7 +254,8 @@ def _forgetful(handler: Callable[[Any, Any], Any], *, answers: bool) -> Callable
         with forgetting():
             async with aclosing(handler(request, context)) as answers:
                 async for answer in answers:
-                    with open_streams.being_taken():
+                    asked = _answered.get(None)
+                    with asked.being_answered() if asked else nullcontext():
                         yield answer
 
     async def call(request: Any, context: Any) -> Any:
@@ -270,6 +281,7 @@ def install() -> None:
         return
     receive = P2P.receive_protobuf
     add_call, add_stream = P2P.add_protobuf_handler, P2P.add_binary_stream_handler
+    open_stream = P2P.call_binary_stream_handler
     one_message: dict[str, bool] = {}  # of hivemind's calls whose streams are answered
 
     async def receive_bounded(kind: Any, reader: Any) -> Any:
@@ -289,6 +301,10 @@ def install() -> None:
         handler = _forgetful(handler, answers=named.get("stream_output", False))
         await add_call(self, name, handler, *arguments, **named)
 
+    async def open_bounded(self: Any, peer_id: PeerID, name: str) -> tuple[Any, Any, Any]:
+        at, reader, writer = await open_stream(self, peer_id, name)
+        return at, reader, _Writer(writer, open_streams.limit_s)
+
     async def add_stream_bounded(self: Any, name: str, handler: Any, **named: Any) -> None:
         if name in one_message:  # the pipeline's bounds itself
             handler = open_streams.bounded(handler, one_message=one_message[name])
@@ -307,3 +323,4 @@ def install() -> None:
     P2P.receive_protobuf = staticmethod(receive_bounded)
     P2P.add_protobuf_handler = add_call_bounded
     P2P.add_binary_stream_handler = add_stream_bounded
+    P2P.call_binary_stream_handler = open_bounded

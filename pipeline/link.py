@@ -263,6 +263,7 @@ MAX_QUEUED = 4096
 LONGEST_TICK_S = 0.5
 FLUSH_S = 1.0  # what was said just before a link is dropped may still leave
 INBOX_BYTES = 64 * 1024 * 1024
+OUTGOING_BYTES = 1 << 30
 ROUND_TRIPS_KEPT = 8
 
 Seconds = Annotated[
@@ -290,8 +291,8 @@ class LinkLimits:
     frames: what the tensors may be. silence_s: after so long without a byte a link is broken.
     opening_s: one that does not stand after so long is missing, which the head must hear in time to
     know whose; the neighbour may have to finish a piece of work first. max_queued: frames of one
-    link, to be sent or to be taken.
-    inbox_bytes: what one link may leave in the inbox, at least four of its largest frames.
+    link, to be sent or to be taken. inbox_bytes: what one link may leave in the inbox, at least
+    four of its largest frames; as much may wait to be sent, and more where `room` (bytes) says so.
     """
 
     frames: FrameLimits
@@ -299,6 +300,11 @@ class LinkLimits:
     opening_s: float = OPENING_S
     max_queued: int = MAX_QUEUED
     inbox_bytes: int = INBOX_BYTES
+    room: Callable[[], float] = lambda: OUTGOING_BYTES
+
+    @property
+    def most_in_inbox(self) -> int:
+        return max(self.inbox_bytes, 4 * self.frames.max_payload)
 
 
 class Link:
@@ -340,7 +346,7 @@ class Link:
         self._room = asyncio.Event()
         self._room.set()
         self.backlog = Backlog(
-            max_bytes=max(limits.inbox_bytes, 4 * limits.frames.max_payload),
+            max_bytes=limits.most_in_inbox,
             on_room=lambda: self._in_loop(self._room.set),
         )
 
@@ -348,11 +354,16 @@ class Link:
     def post(self, frame: Frame) -> None:
         """Queue a frame; raises ValueError for one that nobody would take."""
         head = encode_prefix_and_header(frame)
-        if len(self._outgoing) >= self._limits.max_queued:
+        if len(self._outgoing) >= self._limits.max_queued or self._holds_too_much():
             self._in_loop(lambda: self.end("stuck"))
         else:
             self._outgoing.append((head, frame.payload))
             self._in_loop(self._wake.set)
+
+    def _holds_too_much(self) -> bool:
+        """Whether a neighbour that reads nothing has this peer keep more than it has room for."""
+        waiting = sum(len(payload) for _, payload in self._outgoing.copy())
+        return waiting > self._limits.most_in_inbox and waiting > self._limits.room()
 
     def facts(self) -> LinkFacts:
         return LinkFacts(

@@ -66,7 +66,14 @@ from dilocox.dht.records import averaging_prefix
 from dilocox.dht.rpc import BYTE_KINDS, REFUSALS, Client, Counts
 from dilocox.dht.streams import open_streams
 from dilocox.peer.averaging.local_peer import LocalPeer
-from dilocox.peer.averaging.matchmaking import LATER_S, PlanKeys, aim, expect, own_time
+from dilocox.peer.averaging.matchmaking import (
+    LATER_S,
+    PlanKeys,
+    aim,
+    as_leader,
+    expect,
+    own_time,
+)
 from dilocox.peer.averaging.service import PeerService
 from dilocox.peer.chain.chain_client import (
     AnchorDiffers,
@@ -144,7 +151,6 @@ class Applied:
 
 START_LIMIT_S = 30.0  # until the process has taken an order
 CLOSE_GRACE_S = 3.0
-ATTEMPTS_KEPT = 4  # so that members can fetch averaged parts and votes after the end
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -411,7 +417,8 @@ class StageAverager(PeerService, DecentralizedAverager):
                 code = averaging_pb2.MessageCode.PROTOCOL_VIOLATION
                 yield averaging_pb2.MessageFromLeader(code=code)
                 return
-        async for message in super().rpc_join_group(request, context):
+        told = super().rpc_join_group(request, context)
+        async for message in as_leader(self._matchmaking, context.remote_id, told):
             yield message
 
     async def rpc_aggregate_part(
@@ -496,9 +503,7 @@ class StageAverager(PeerService, DecentralizedAverager):
             ballots=Ballots(identity=local.identity, ballot=ballot, save_vote=self.log.save_vote),
             pool=self.pool,
         )
-        self.attempts[group] = attempt
-        while len(self.attempts) > ATTEMPTS_KEPT:
-            del self.attempts[next(iter(self.attempts))]
+        self.begin_attempt(group, attempt)
         before = self.sent.read()["averaging"]
         with self.limit.exchange():
             result = await attempt.run()

@@ -25,11 +25,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from typing import Any
 
 from hivemind.averaging.key_manager import GroupKeyManager
 from hivemind.p2p import PeerID
+from hivemind.proto import averaging_pb2
 
 FIRST_PAUSE_S = 0.2  # between two searches
 PAUSE_GROWTH = 1.6
@@ -79,6 +80,19 @@ def expect(matchmaking: Any, expected: int | None) -> None:
     target: int | None = matchmaking.target_group_size
     if target is not None:
         matchmaking.target_group_size = None if expected is None else max(target, expected)
+
+
+async def as_leader(
+    matchmaking: Any, follower: PeerID, told: AsyncIterator[Any]
+) -> AsyncIterator[Any]:
+    """What hivemind's leader tells a follower. It begins once each has been told who is in the
+    group, and not once each has read it: one may read nothing.
+    """
+    async for message in told:
+        if message.code == averaging_pb2.MessageCode.BEGIN_ALLREDUCE:
+            matchmaking.current_followers.pop(follower, None)
+            matchmaking.follower_was_discarded.set()
+        yield message
 
 
 def _note_leaders(matchmaking: Any, keys: PlanKeys) -> None:

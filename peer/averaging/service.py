@@ -49,9 +49,11 @@ from dilocox.peer.rounds.vote_count import MAX_MEMBERS
 # A message may come before its receiver has heard that the group stands: its leader tells each
 # member the tickets of all, over a slow link one after the other.
 GROUP_WAIT_S, LATE_GROUP_S = 5.0, 30.0
+ATTEMPTS_KEPT = 4  # so that members can fetch averaged parts and votes after the end
 CREDIT_EVERY_S = 10.0  # the last records are looked at
 DISCARD_LIMIT_S = 5.0
 HEARTBEAT_S = 0.5
+FIRST_PAUSE_S, PAUSE_GROWTH = 0.02, 1.5  # between two looks whether a group stands
 MAX_VOTES = 2 * MAX_MEMBERS  # in one message; a member may be seen to vote for two things
 VOTE_MARGIN_BYTES = 16  # around a vote, and around all of them, in an answer
 
@@ -95,6 +97,11 @@ class PeerService(StageServicer):
         return RequestLimit()
 
     @cached_property
+    def _takes(self) -> dict[tuple[object, ...], asyncio.Task[Any]]:
+        """The tasks in which something of an attempt comes, by attempt, sender, part and kind."""
+        return {}
+
+    @cached_property
     def pool(self) -> ThreadPoolExecutor:
         """One thread for codecs and arithmetic; made here, for a fork would lose its thread."""
         return ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
@@ -132,7 +139,19 @@ class PeerService(StageServicer):
         if not isinstance(size, int) or not 0 <= size <= attempt.max_bytes(part, kind):
             raise CallRefused(f"{size} bytes for part {part}")
         attempt.check_sender(peer, part, kind)
-        accept()  # before that nothing of it is held
+        with self._taking_only(attempt, peer, part, kind):
+            accept()  # before that nothing of it is held
+            payload = await self._payload(request, part, size)
+        if kind == "part":
+            await attempt.on_part(peer, part, payload)
+        else:
+            mean = mean_from(attempt.members, part, header, payload)
+            await (attempt.on_row if kind == "row" else attempt.on_mean)(peer, mean)
+        return reply({})
+
+    async def _payload(
+        self, request: AsyncIterator[runtime_pb2.ExpertRequest], part: int, size: int
+    ) -> bytes:
         payload = bytearray()
         async for frame in request:
             chunk = chunk_of(frame)
@@ -142,12 +161,23 @@ class PeerService(StageServicer):
                 raise CallRefused(f"more than the {size} bytes of part {part}")
         if len(payload) != size:
             raise CallRefused(f"{len(payload)} of {size} bytes of part {part}")
-        if kind == "part":
-            await attempt.on_part(peer, part, bytes(payload))
-        else:
-            mean = mean_from(attempt.members, part, header, bytes(payload))
-            await (attempt.on_row if kind == "row" else attempt.on_mean)(peer, mean)
-        return reply({})
+        return bytes(payload)
+
+    @contextmanager
+    def _taking_only(self, *what: object) -> Generator[None]:
+        """What is sent once more, since its sender's first stream broke, is taken in the place of
+        the first: else one member could have this process hold it in all its streams at once.
+        """
+        task = asyncio.current_task()
+        if (before := self._takes.get(what)) is not None:
+            before.cancel()
+        assert task is not None
+        self._takes[what] = task
+        try:
+            yield
+        finally:
+            if self._takes.get(what) is task:
+                del self._takes[what]
 
     async def rpc_vote(
         self, request: runtime_pb2.ExpertRequest, context: P2PContext
@@ -307,14 +337,21 @@ class PeerService(StageServicer):
 
     async def find_attempt(self, group: object, wait_s: float = GROUP_WAIT_S) -> Attempt:
         """The running attempt of a group, waiting a little for one that is about to start."""
-        deadline = time.monotonic() + wait_s
-        while True:
-            attempt = self.attempts.get(group) if isinstance(group, bytes) else None
-            if attempt is not None:
-                return attempt
+        if not isinstance(group, bytes):
+            raise NoSuchGroup("no group is named")
+        deadline, pause_s = time.monotonic() + wait_s, FIRST_PAUSE_S
+        while (attempt := self.attempts.get(group)) is None:
             if time.monotonic() > deadline:
                 raise NoSuchGroup("no such group")
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(pause_s)
+            pause_s = min(PAUSE_GROWTH * pause_s, HEARTBEAT_S)  # a crowd may ask for what is none
+        return attempt
+
+    def begin_attempt(self, group: bytes, attempt: Attempt) -> None:
+        """What comes for this group is the attempt's from now on; old ones are forgotten."""
+        self.attempts[group] = attempt
+        while len(self.attempts) > ATTEMPTS_KEPT:
+            del self.attempts[next(iter(self.attempts))]
 
     async def in_pool(self, function: Callable[..., T], *arguments: Any) -> T:
         """Run something slow beside the event loop, so that heartbeats go on."""

@@ -38,6 +38,7 @@ from dilocox.peer.http_pages import check_port, served
 from dilocox.peer.memory_and_disk import (
     LARGEST_OWN_WINDOW,
     MemoryNeeds,
+    available_bytes,
     check_memory,
     gpu_memory,
     window_limit,
@@ -154,6 +155,7 @@ class Assembly:
                     evaluate_windows=min(batch.microbatch_size, BATCH_WINDOWS),
                 ),
                 silence_s=manifest.deadlines.silence_s,
+                room=lambda: available_bytes() / 4,
             ),
             letters=RelayedRequests(local.identity, local.run, local.clock.time),
             relays=self._relays,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -246,6 +246,7 @@ def excluded_by(
     aborts: Iterable[bytes],
     members: Collection[str],
     voters: Collection[str],
+    last: Collection[str] = (),
     *,
     run: str,
     stage: int,
@@ -256,8 +257,11 @@ def excluded_by(
     Aborts that are malformed, unsigned, of another round or of nobody whose votes count do not
     count; all members state theirs to all, so all reach the same set. Votes of those that are not
     there do not matter: they are in no pair of members. `members`: of the repeated attempt; those
-    without an abort that counts were silent. `voters`: of these.
+    without an abort that counts were silent. `voters`: of these. last: contributors of the last
+    record. Of whom nobody knows that it was in the attempt before nothing counts: two could name
+    anybody, or what is no peer.
     """
+    known = {*members, *last}
     votes: dict[tuple[str, tuple[str, ...]], Vote] = {}
     for data in aborts:
         try:
@@ -265,7 +269,8 @@ def excluded_by(
         except VoteRefused:
             continue
         if vote.voter in voters:
-            votes[vote.voter, vote.missed] = vote
+            missed = tuple(peer for peer in vote.missed if peer in known)
+            votes[vote.voter, missed] = replace(vote, missed=missed)
     silent = set(members) - {voter for voter, _ in votes}
     return list(exclusion(votes.values(), silent, voters))
 

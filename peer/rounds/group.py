@@ -45,8 +45,7 @@ from dilocox.peer.rounds.record import (
 from dilocox.peer.rounds.standing import credits, most_tokens, sitting_out, voters
 from dilocox.peer.rounds.vote_count import MAX_MEMBERS, Verdict, counted_by, may_start
 
-# how many members there are at most: those who vote average for all, each for so many
-MEMBERS_OF_A_VOTER, MORE_MEMBERS = 2, 2
+MORE_MEMBERS = 2  # without a vote than voters that can be reached, who average for all
 PHASE_SHARE = 0.25  # of the exchange's time that a phase has whatever its bytes
 
 
@@ -446,6 +445,7 @@ def attempt_setup(
         aborts,
         tickets,
         voters(credited),
+        order.last_contributors,
         run=plan.run,
         stage=plan.stage,
         round_number=plan.round,
@@ -462,7 +462,8 @@ def attempt_setup(
             "left out or came too late"
         )
     voting = voters({peer: credited[peer] for peer in tickets})
-    room = min(MEMBERS_OF_A_VOTER * len(voting) + MORE_MEMBERS, largest_group(codec))
+    averaging = [peer for peer in voting if not tickets[peer].client_mode]
+    room = min(len(voting) + len(averaging) + MORE_MEMBERS, largest_group(codec))
     if len(tickets) > room:
         tickets = dict(sorted(tickets.items(), key=partial(_place, group, credited))[:room])
     if me not in tickets:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilocox.compression.group_quantization import GroupCodec, PayloadRefused
+from dilocox.compression.group_quantization import GroupCodec, NotEncodable, PayloadRefused
 from dilocox.dht.manifest_sections import RobustRule
 from dilocox.peer.rounds.group import AttemptSetup, Mean, ShareRefused
 from dilocox.peer.rounds.record import ReducedShare
@@ -136,7 +136,8 @@ def combine(
     rule: RobustRule = "none",
     own: int | None = None,
 ) -> Mean | None:
-    """The mean of a share over all rows, encoded once; None where no row has any.
+    """The mean of a share over all rows, encoded once; None where no row has any, or
+    none that can be encoded.
 
     rows: at most one of each row, in the order of the rows; `own` is the place of one's own.
     weight: what each member counts. rule: how far the rows are believed.
@@ -149,7 +150,11 @@ def combine(
     for row, count, each in zip(rows, tokens, by, strict=True):
         total.add_(row.values, alpha=count / sum(tokens) * each)
     contributors = tuple(sorted(peer for row in rows for peer in row.contributors))
-    return Mean(part=part, contributors=contributors, payload=encode(codec, total))
+    try:
+        payload = encode(codec, total)
+    except NotEncodable:  # of the only row that came, which is another's
+        return None
+    return Mean(part=part, contributors=contributors, payload=payload)
 
 
 def assemble_record(setup: AttemptSetup, means: Mapping[int, Mean]) -> bytes:

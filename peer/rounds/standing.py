@@ -100,7 +100,8 @@ def following_standings(
     # a crowd of keys that only came, or gave zeros twice, would else make all others forgotten
     newest = sorted(known.values(), key=lambda each: (-each.round, -each.credited, each.peer))
     voting = [each for each in newest if each.credited >= VOTING_RECORDS][:VOTERS_STANDINGS]
-    others = [each for each in newest if each not in set(voting)]
+    chosen = {each.peer for each in voting}
+    others = [each for each in newest if each.peer not in chosen]
     others.sort(key=lambda each: not each.credited)
     kept = [*voting, *others][:MAX_STANDINGS]
     return tuple(sorted(kept, key=lambda each: each.peer))

@@ -7,6 +7,8 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, AsyncIterator  # noqa: UP035 - hivemind knows this one only
 
@@ -142,6 +144,22 @@ async def _answers_again(stub: Any) -> bool:
             return True
         await asyncio.sleep(0.05)
     return False
+
+
+def _sockets() -> int:
+    """That this process has open."""
+    found = 0
+    for each in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # that of the listing itself
+            found += str(each.readlink()).startswith("socket:")
+    return found
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    deadline = asyncio.get_running_loop().time() + LIMIT_S
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline
+        await asyncio.sleep(0.05)
 
 
 async def _ended(reader: Any) -> bool:
@@ -311,20 +329,43 @@ def test_nobody_takes_the_places_of_those_who_have_to_do_with_the_run_nor_all_of
 def test_a_caller_that_reads_nothing_of_what_it_is_told_holds_no_handler(
     ask: Ask, refused_soon: Counter[str]
 ) -> None:
-    """hivemind's leader of a group would hold its place in that for ever."""
+    """Nor the stream, and what is in it: that was kept for as long as both sides ran."""
 
     async def scene(stub: Any, server: P2P, caller: P2P) -> None:
+        before = _sockets()
         reader, writer = await _open(caller, server.peer_id, "rpc_pour")
         reader._limit = 1  # type: ignore[attr-defined] # the rest stays in the daemons
         writer.write(_framed(MESSAGE, pack({}).SerializeToString()) + END + bytes(8))
-        deadline = asyncio.get_running_loop().time() + LIMIT_S
-        while not refused_soon:
-            assert asyncio.get_running_loop().time() < deadline
-            await asyncio.sleep(0.05)
+        await _until(lambda: bool(refused_soon))
+        await _until(lambda: _sockets() <= before + 1)  # the caller's own
         assert await _answers_again(stub)
 
     ask(scene)
     assert refused_soon == {"late": 1}
+
+
+def test_a_call_of_ours_that_is_given_up_leaves_nothing_to_who_reads_nothing(
+    ask: Ask, refused_soon: Counter[str]
+) -> None:
+    async def pour() -> AsyncIterator[Any]:
+        while True:
+            yield pack({}, bytes(64 << 10))
+
+    async def ignore(stream: Any, reader: Any, writer: Any) -> None:
+        reader._limit = 1
+        await asyncio.sleep(2 * LIMIT_S)
+
+    async def scene(stub: Any, server: P2P, caller: P2P) -> None:
+        await server.add_binary_stream_handler("ignore", ignore)
+        before = _sockets()
+        call = caller.call_protobuf_handler(
+            server.peer_id, "ignore", pour(), runtime_pb2.ExpertResponse
+        )
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(call, 2.0)
+        await _until(lambda: _sockets() <= before + 1)  # the other side's own
+
+    ask(scene)
 
 
 def test_an_answer_to_a_call_of_ours_has_its_length_too(ask: Ask, refused: Counter[str]) -> None:

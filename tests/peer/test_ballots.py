@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -307,7 +308,19 @@ def test_a_crowd_of_new_members_commits_nothing_voids_nothing_and_blames_nobody(
 def excluded(*aborts: bytes, members: Collection[str] = ()) -> list[str]:
     """Where everybody's vote counts."""
     voters = [key.peer_id for key in KEYS]
-    return excluded_by(aborts, members, voters, run="run", stage=0, round_number=3)
+    return excluded_by(aborts, members, voters, voters, run="run", stage=0, round_number=3)
+
+
+def test_of_whom_nobody_knows_that_it_was_there_no_abort_counts() -> None:
+    """Two could have a repeated attempt leave out, and its record name, whom they like."""
+    missed, names = ("x" * 70, "y"), [key.peer_id for key in KEYS]
+    made_up = replace(BALLOT, members=tuple(sorted({*BALLOT.members, *missed})))
+    group = [made_up.attempt, made_up.group, made_up.members_sha256]
+    aborts = [voted(liar, None, *missed, ballot=made_up).fields() for liar in (A, B)]
+    stated = [packed([*group, abort]) for abort in aborts]
+    told = partial(excluded_by, stated, names, names, run="run", stage=0, round_number=3)
+    assert told() == []
+    assert told(last=["y", *names]) == ["y"]
 
 
 def test_a_member_that_signs_one_abort_after_the_other_fills_nobodys_memory(tmp_path: Path) -> None:

@@ -274,6 +274,30 @@ def test_parts_that_come_are_counted_as_averaging(service: PeerService) -> None:
     assert counted(service.refused) == {}
 
 
+def test_of_one_part_one_stream_of_its_sender_is_held(service: PeerService) -> None:
+    """The newest: the one before may have broken. A hundred at once would be a hundred parts."""
+    payload, sender = b"x" * CHUNK_BYTES, cast(Any, SimpleNamespace(remote_id=PEER))
+
+    async def frames(held: asyncio.Event | None) -> AsyncIterator[Any]:
+        yield pack({"kind": "part", "part": 0, "group": b"g", "bytes": len(payload)})
+        if held is not None:
+            held.set()
+            await asyncio.Event().wait()
+        yield pack({}, payload)
+
+    async def go() -> None:
+        held = asyncio.Event()
+        first = asyncio.create_task(service.rpc_put(frames(held), sender))
+        await asyncio.wait_for(held.wait(), 5.0)
+        await service.rpc_put(frames(None), sender)
+        await asyncio.wait([first], timeout=5.0)
+        assert first.cancelled()
+
+    asyncio.run(go())
+    attempt: Any = service.attempts[b"g"]
+    assert attempt.taken == [(0, payload)]
+
+
 def test_what_the_service_refuses_is_counted_by_reason(service: PeerService) -> None:
     attempt: Any = service.attempts[b"g"]
     push(service, b"x", part=7)

@@ -15,7 +15,14 @@ from hivemind.p2p import PeerID, ServicerBase
 from hivemind.proto import averaging_pb2
 from hivemind.utils import get_dht_time
 
-from dilocox.peer.averaging.matchmaking import LEAD_S, PlanKeys, aim, expect, own_time
+from dilocox.peer.averaging.matchmaking import (
+    LEAD_S,
+    PlanKeys,
+    aim,
+    as_leader,
+    expect,
+    own_time,
+)
 
 KEY, OTHER_KEY = "ab" * 32, "cd" * 32
 AHEAD_S = 1.0  # from the first call to the group's time
@@ -31,6 +38,7 @@ class Room:
         self.earliest: list[bytes] = []  # whoever looks
         self.members: dict[PeerID, Matchmaking] = {}
         self.searches = self.stores = 0
+        self.reads_late: set[PeerID] = set()  # of which group it is in
 
     async def declared(self, key: str) -> dict[bytes, float]:
         self.searches += 1
@@ -50,7 +58,9 @@ class Room:
         answers = matchmaking.rpc_join_group(request, SimpleNamespace(remote_id=caller))  # type: ignore[arg-type]
 
         async def passed_on() -> AsyncIterator[Any]:
-            async for answer in answers:
+            async for answer in as_leader(matchmaking, caller, answers):
+                if answer.ordered_peer_ids and caller in self.reads_late:
+                    await asyncio.sleep(AHEAD_S)
                 yield answer
 
         return passed_on()
@@ -159,12 +169,17 @@ class Idle:
         await asyncio.sleep(10 * AHEAD_S)
 
 
-def search(callers: Iterable[Caller], *, idle: Iterable[int] = ()) -> Found:
-    """idle: the names of those that never begin."""
+def search(
+    callers: Iterable[Caller], *, idle: Iterable[int] = (), reads_late: Iterable[int] = ()
+) -> Found:
+    """idle: the names of those that never begin. reads_late: that take their time to read which
+    group they are in.
+    """
 
     async def together() -> Found:
         found = Found()
         scheduled_at = get_dht_time() + AHEAD_S
+        found.room.reads_late = set(map(peer_id, reads_late))
         for name in idle:
             found.room.members[peer_id(name)] = Idle()  # type: ignore[assignment]
             found.room.earliest.append(peer_id(name).to_bytes())
@@ -218,6 +233,12 @@ def test_who_was_in_no_record_gathers_nobody_where_others_can(leaders: tuple[int
         assert in_one_group(found, (1, 2, 3, 4)) and max(found.seconds.values()) < SOON_S
     else:
         assert set(found.groups.values()) == {None}, "so could anybody stop a stage"
+
+
+def test_a_member_that_does_not_read_of_its_group_keeps_no_other_from_beginning() -> None:
+    found = search(callers(1, 2, 3, expects=3), reads_late=(2,))
+    assert in_one_group(found, (1, 2, 3))
+    assert max(found.seconds[1], found.seconds[3]) < SOON_S < found.seconds[2]
 
 
 def test_where_one_does_not_come_the_group_stands_at_its_time() -> None:

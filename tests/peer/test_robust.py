@@ -25,7 +25,7 @@ from dilocox.peer.rounds.robust import (
     likeness,
     not_of_ours,
 )
-from dilocox.peer.rounds.shares import Reduction, RowMean, encode
+from dilocox.peer.rounds.shares import Reduction, RowMean, combine, encode
 from dilocox.peer.rounds.standing import bounded_weights
 from tests.sweeps import sweep
 
@@ -82,6 +82,16 @@ def test_one_liar_moves_the_average_little(rule: Averaging, liar: float) -> None
     plain = reduced("none", list(sent)).values
     judged = centered(sent, [1.0] * 8) if rule == "centered" else reduced(rule, list(sent)).values
     assert (judged - honest).norm() < 0.5 * (plain - honest).norm()
+
+
+def test_the_only_row_s_mean_that_came_may_be_none() -> None:
+    """Where one's own row has none there is nothing that it is too long beside."""
+    codec = GroupCodec(bits=4)
+    rows = [RowMean(("a",), torch.full((64,), 2.6e8)), RowMean(("b",), torch.ones(64))]
+    for own in (None, 1):
+        mean = combine(0, rows, codec, {"a": 1, "b": 1}, rule="gate", own=own)
+        assert mean is not None and mean.contributors == ("a", "b")
+    assert combine(0, rows[:1], codec, {"a": 1}, rule="gate") is None
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -75,6 +75,7 @@ class Peer:
     node: Node
     silence_s: float = 5.0
     max_queued: int = 4096
+    room: Callable[[], float] = lambda: 1 << 30
     inbox_bytes: int = 64 * 2**20
     strangers: StrangerLimits = field(default_factory=StrangerLimits)
     relays: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
@@ -93,6 +94,7 @@ class Peer:
                 silence_s=self.silence_s,
                 opening_s=self.silence_s,
                 max_queued=self.max_queued,
+                room=self.room,
                 inbox_bytes=self.inbox_bytes,
             ),
             letters=self.letters,

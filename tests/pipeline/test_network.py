@@ -15,6 +15,7 @@ from dilocox.pipeline.frames import Frame, encode_prefix_and_header
 from dilocox.pipeline.link import Arrived, Broken, LinkFacts, Opened, Wake
 from dilocox.pipeline.requests import StrangerLimits
 from tests.pipeline.neighbours import (
+    LIMITS,
     PING,
     REPLICA,
     Node,
@@ -350,6 +351,22 @@ def test_more_frames_than_may_wait_to_be_sent_break_the_link(nodes: list[Node]) 
             peer.network.send(key, small(step))
         assert peer.next(Broken).kind == "stuck"
         peer.network.send(key, small(0))  # to a link that is gone
+
+
+def test_more_bytes_than_there_is_room_for_break_the_link_to_who_reads_nothing(
+    nodes: list[Node],
+) -> None:
+    """It could feed a member without end, and have that keep all that it made of it."""
+    room = [10 * LIMITS.max_payload]
+    peer = Peer(nodes[0], inbox_bytes=0, room=lambda: room[0])
+    with running(peer):
+        key = peer.expect(nodes[1].peer, "lower")
+        count = room[0] // len(large(0).payload)
+        for step in range(count):
+            peer.network.send(key, large(step))
+        room[0] = 0  # there is less memory now: more than four of the largest frames wait
+        peer.network.send(key, large(count))
+        assert peer.next(Broken).kind == "stuck"
 
 
 def test_who_takes_nothing_slows_its_neighbour_and_blocks_nobody(nodes: list[Node]) -> None:

@@ -30,7 +30,6 @@ from typing import Any
 
 from hivemind.averaging.key_manager import GroupKeyManager
 from hivemind.p2p import PeerID
-from hivemind.proto import averaging_pb2
 
 FIRST_PAUSE_S = 0.2  # between two searches
 PAUSE_GROWTH = 1.6
@@ -89,7 +88,7 @@ async def as_leader(
     group, and not once each has read it: one may read nothing.
     """
     async for message in told:
-        if message.code == averaging_pb2.MessageCode.BEGIN_ALLREDUCE:
+        if message.ordered_peer_ids:  # of the group
             matchmaking.current_followers.pop(follower, None)
             matchmaking.follower_was_discarded.set()
         yield message

@@ -246,7 +246,7 @@ def excluded_by(
     aborts: Iterable[bytes],
     members: Collection[str],
     voters: Collection[str],
-    last: Collection[str] = (),
+    known: Collection[str] = (),
     *,
     run: str,
     stage: int,
@@ -257,11 +257,10 @@ def excluded_by(
     Aborts that are malformed, unsigned, of another round or of nobody whose votes count do not
     count; all members state theirs to all, so all reach the same set. Votes of those that are not
     there do not matter: they are in no pair of members. `members`: of the repeated attempt; those
-    without an abort that counts were silent. `voters`: of these. last: contributors of the last
-    record. Of whom nobody knows that it was in the attempt before nothing counts: two could name
-    anybody, or what is no peer.
+    without an abort that counts were silent. `voters`: of these. known: others of whom the
+    last record says something. Of anybody else nothing counts, or two could name what is no peer.
     """
-    known = {*members, *last}
+    known = {*members, *known}
     votes: dict[tuple[str, tuple[str, ...]], Vote] = {}
     for data in aborts:
         try:

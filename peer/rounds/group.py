@@ -445,7 +445,7 @@ def attempt_setup(
         aborts,
         tickets,
         voters(credited),
-        order.last_contributors,
+        {each.peer for each in before},
         run=plan.run,
         stage=plan.stage,
         round_number=plan.round,

@@ -320,7 +320,7 @@ def test_of_whom_nobody_knows_that_it_was_there_no_abort_counts() -> None:
     stated = [packed([*group, abort]) for abort in aborts]
     told = partial(excluded_by, stated, names, names, run="run", stage=0, round_number=3)
     assert told() == []
-    assert told(last=["y", *names]) == ["y"]
+    assert told(known=["y", *names]) == ["y"]
 
 
 def test_a_member_that_signs_one_abort_after_the_other_fills_nobodys_memory(tmp_path: Path) -> None:

@@ -397,6 +397,24 @@ def test_the_record_of_a_repeated_attempt_remembers_whom_it_left_out(
     assert agreed.excluded == (names[2],)
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_who_voids_first_attempts_and_comes_to_no_other_is_remembered(
+    identities: list[Identity], tmp_path: Path, known: bool
+) -> None:
+    """It is in no record since the first of them, nor in the repeated attempt."""
+    names, first, second = blaming(identities, tmp_path)
+    plan, there = replace(PLAN, attempt=1), names if known else names[:2]
+    before = tuple(Standing(peer=each, round=PLAN.round - 1, credited=9) for each in sorted(there))
+    last = template(standings=before)
+    order = order_of(plan=plan, counted=names[:2], last=last, last_contributors=tuple(names[:2]))
+    tickets = {
+        name: replace(order.ticket(), abort=abort)
+        for name, abort in zip(names[:2], (first, second), strict=True)
+    }
+    agreed = attempt_setup(order, MANIFEST, CODEC, names[1], tickets, group=b"g")
+    assert agreed.excluded == ((names[2],) if known else ())
+
+
 @pytest.mark.parametrize(
     ("missing", "left_out"),
     [("", False), ("ab", False), ("abc", True), ("abd", True), ("abcd", True)],

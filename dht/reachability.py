@@ -16,12 +16,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import logging
+import os
 import random
 import socket
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, AsyncIterator, cast  # noqa: UP035 - hivemind knows this one only
 
@@ -40,6 +43,7 @@ logger = logging.getLogger(__name__)
 GREETING = b"\x13/multistream/1.0.0\n"  # with which both ends of a libp2p connection begin
 DIAL_LIMIT_S = 2.5  # a connection and its greeting; who drops packets answers nothing
 MAX_DIALLED = 4
+MAX_NAMES, NAMES_AT_ONCE = 2, 2  # of hosts that are looked up: for one question, for all
 
 
 async def connections(p2p: P2P) -> dict[str, frozenset[str]]:
@@ -53,13 +57,52 @@ async def connections(p2p: P2P) -> dict[str, frozenset[str]]:
     return found
 
 
-async def working(named: Sequence[str], seen: frozenset[str]) -> tuple[str, ...]:
-    """Those of these multiaddrs that may be dialled and at which a libp2p listener answers.
+class _Resolver:
+    """Looks up names of strangers, two at once: their owners may never answer, and what looks up
+    other names in this process must not wait for them.
+    """
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(NAMES_AT_ONCE, thread_name_prefix="names")
+        self._running = 0
+
+    @property
+    def busy(self) -> bool:
+        return self._running >= NAMES_AT_ONCE
+
+    async def ips(self, place: TcpAddress) -> list[str]:
+        """Raises OSError, UnicodeError or asyncio.TimeoutError."""
+        job = self._threads.submit(
+            socket.getaddrinfo, place.host, place.port, type=socket.SOCK_STREAM
+        )
+        self._running += 1
+        job.add_done_callback(self._ended)
+        found = await asyncio.wait_for(asyncio.wrap_future(job), DIAL_LIMIT_S)
+        return [str(each[4][0]) for each in found]
+
+    def _ended(self, _: object) -> None:
+        self._running -= 1
+
+
+@functools.cache
+def _resolver_of(process: int) -> _Resolver:
+    """Its threads are none in a process that is forked later."""
+    return _Resolver()
+
+
+async def working(named: Sequence[str], seen: frozenset[str]) -> tuple[str, ...] | None:
+    """Those of these multiaddrs that may be dialled and at which a libp2p listener answers; None
+    where that cannot be said, since names cannot be looked up now.
 
     seen: IP addresses that the stranger comes from. There its ports are tried, too: behind a mapped
     port it may not know its own address.
     """
     places = possible(named, seen)
+    names = [text for text, place in places.items() if not _is_ip(place.host)]
+    if names and _resolver_of(os.getpid()).busy:
+        return None
+    for text in names[MAX_NAMES:]:
+        del places[text]
     checked = await asyncio.gather(*(allowed_ips(place, seen) for place in places.values()))
     allowed = {text: ips for text, ips in zip(places, checked, strict=True) if ips}
     dialled = list(allowed)[:MAX_DIALLED]
@@ -91,17 +134,22 @@ async def allowed_ips(
     It may name what the internet routes and the addresses `seen`; on a local network all. A name is
     looked up but once: its owner could answer the second time with another address.
     """
-    look_up = asyncio.get_running_loop().getaddrinfo
-    try:
-        found = await asyncio.wait_for(
-            look_up(place.host, place.port, type=socket.SOCK_STREAM), DIAL_LIMIT_S
-        )
-    except (OSError, asyncio.TimeoutError, UnicodeError):
-        return []
-    ips = [str(each[4][0]) for each in found]
+    if _is_ip(place.host):
+        ips = [place.host]
+    else:
+        try:
+            ips = await _resolver_of(os.getpid()).ips(place)
+        except (OSError, asyncio.TimeoutError, UnicodeError):
+            return []
     if local_network or all(ip in seen or _is_global(ip) for ip in ips):
         return ips
     return []
+
+
+def _is_ip(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(host))
+    return False
 
 
 def _is_global(ip: str) -> bool:
@@ -226,6 +274,8 @@ class Probe(ServicerBase):
             verdict = await _dialled(self._p2p, asked, question, FORWARD_LIMIT_S, Reachability())
             if not verdict.asked:
                 worked = await own
+                if worked is None:
+                    raise CallRefused("names cannot be looked up now: ask later", "busy")
             else:
                 places = possible(named, seen)
                 worked = tuple(address for address in verdict.addresses if address in places)

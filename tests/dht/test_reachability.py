@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
@@ -350,7 +351,7 @@ def test_nobody_is_made_to_look_into_its_own_network(
 def test_a_name_is_dialled_at_the_address_that_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     looked_up, dialled = list[str](), list[str]()
 
-    async def rebinding(_: Any, host: str, port: int, **kinds: Any) -> list[Any]:
+    def rebinding(host: str, port: int, **kinds: Any) -> list[Any]:
         looked_up.append(host)
         ip = "127.0.0.1" if looked_up.count("rebinds.example") > 1 else "198.51.100.7"
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, port))]
@@ -359,11 +360,47 @@ def test_a_name_is_dialled_at_the_address_that_was_checked(monkeypatch: pytest.M
         dialled.append(host)
         raise ConnectionRefusedError
 
-    monkeypatch.setattr(asyncio.base_events.BaseEventLoop, "getaddrinfo", rebinding)
+    monkeypatch.setattr(socket, "getaddrinfo", rebinding)
     monkeypatch.setattr(asyncio, "open_connection", connection)
     seen = frozenset({"198.51.100.7"})
     assert asyncio.run(reachability.working(["/dns4/rebinds.example/tcp/22"], seen)) == ()
     assert set(dialled) == seen
+
+
+def test_names_that_nobody_answers_for_keep_no_other_peer_from_being_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They would have it called unreachable, and start again."""
+    answers, looked_up = threading.Event(), list[str]()
+
+    def stuck(host: str, port: int, **kinds: Any) -> list[Any]:
+        looked_up.append(host)
+        answers.wait(LIMIT_S)
+        raise OSError
+
+    async def greeting(ip: str, port: int) -> bytes:
+        return reachability.GREETING
+
+    monkeypatch.setattr(socket, "getaddrinfo", stuck)
+    monkeypatch.setattr(reachability, "greeting_of", greeting)
+    seen, own = frozenset({"198.51.100.7"}), "/ip4/198.51.100.7/tcp/22"
+
+    async def scene() -> None:
+        names = [f"/dns4/{number}.example/tcp/1" for number in range(16)]
+        stranger = asyncio.create_task(reachability.working(names, frozenset()))
+        deadline = asyncio.get_running_loop().time() + LIMIT_S
+        while len(looked_up) < 2:
+            assert asyncio.get_running_loop().time() < deadline
+            await asyncio.sleep(0.01)
+        assert await reachability.working([own], seen) == (own,)
+        assert await reachability.working([*names, own], seen) is None, "nobody is unreachable"
+        answers.set()
+        assert await stranger == ()
+        while await reachability.working([*names, own], seen) is None:
+            assert asyncio.get_running_loop().time() < deadline
+        assert len(set(looked_up)) == 2
+
+    asyncio.run(scene())
 
 
 def test_addresses_that_are_none_are_passed_over(run: Run) -> None:

@@ -9,7 +9,7 @@ told nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -478,10 +478,10 @@ class SimulatedAverager:
         return future
 
     def catch_up(
-        self, peer: str, digest: str, *, limit_bytes: int | None, back_to: int | None
+        self, peers: Sequence[str], digest: str, *, limit_bytes: int | None, back_to: int | None
     ) -> SimulatedFuture:
         """Take the records that another peer has and this one lacks."""
-        future = self._new_future()
+        future, peer = self._new_future(), peers[0]
         lines = self._meetings.lines
 
         def arrive() -> None:

@@ -24,7 +24,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, wraps
@@ -278,7 +278,7 @@ class StageAverager(PeerService, DecentralizedAverager):
             received=self.received,
         )
 
-    def _chain(self, holders: list[str], *, older: bool = False) -> ChainClient:
+    def _chain(self, holders: Sequence[str], *, older: bool = False) -> ChainClient:
         return ChainClient(self._client, self._check, holders, compute=self.in_pool, older=older)
 
     @cached_property
@@ -576,14 +576,19 @@ class StageAverager(PeerService, DecentralizedAverager):
 
     @in_process
     async def catch_up(
-        self, peer: str, digest: str, *, limit_bytes: int | None, back_to: int | None
+        self, peers: Sequence[str], digest: str, *, limit_bytes: int | None, back_to: int | None
     ) -> Reached:
-        """Append the records up to `digest` from a peer's log."""
+        """Append the records up to `digest` from the first peer's log; the others are asked as well."""
         # where the records are worth more bytes, a bootstrap's older ones are, too
-        chain = self._chain([peer], older=limit_bytes is not None)
+        chain = self._chain(peers[:1], older=limit_bytes is not None)
         with self.counting_refusals():
             return await chain.catch_up(
-                self.log, digest, limit_bytes=limit_bytes, me=self.local.me, back_to=back_to
+                self.log,
+                digest,
+                limit_bytes=limit_bytes,
+                me=self.local.me,
+                back_to=back_to,
+                second=peers[1:],
             )
 
     @in_process

@@ -233,7 +233,9 @@ class ChainFollower:
             self._begin_state(view, self._state_needed)
             return
         # any of those who claim it: one that is out of our reach must not keep us from the others
-        peer = self._chosen(view, holders(view, stated.digest))
+        holding = holders(view, stated.digest)
+        peer = self._chosen(view, holding)
+        asked = [peer, *self._trust.second(view.within_reach(holding), peer)]
         lacks = stated.round - self.head.round
         # what a spare lacks with each look, or of one round, the line that it was taken says
         told = lacks >= MANY_ROUNDS or (lacks > 1 and not self._follows)
@@ -242,7 +244,7 @@ class ChainFollower:
         logger.log(level, "catching up: %s behind; asking %s", counted(lacks, "round"), shown)
         self._begin(
             self._averager.catch_up(
-                peer, stated.digest, limit_bytes=limit_bytes, back_to=min(unsettled, default=None)
+                asked, stated.digest, limit_bytes=limit_bytes, back_to=min(unsettled, default=None)
             ),
             lambda reach: self._reached(reach, stated.digest),
             WALK_LIMIT_S,

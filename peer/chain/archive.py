@@ -388,7 +388,8 @@ class StageArchive:
             peer = self._book.chosen(holders(view, claim.digest))
             before = self._current.head.round
             try:
-                reach = await self._catch_up(self._current, [peer], claim.digest)
+                second = self._trust.second(holders(view, claim.digest), peer)
+                reach = await self._catch_up(self._current, [peer], claim.digest, second)
             except REFUSED as error:
                 self._doubt(claim, peer, error, came=self._current.head.round > before)
                 continue
@@ -413,10 +414,16 @@ class StageArchive:
                 continue
             return
 
-    async def _catch_up(self, generation: Generation, peers: Sequence[str], digest: str) -> Reached:
+    async def _catch_up(
+        self,
+        generation: Generation,
+        peers: Sequence[str],
+        digest: str,
+        second: Sequence[str] = (),
+    ) -> Reached:
         before = generation.head.digest
         try:
-            return await self._chain(peers).catch_up(generation.log, digest)
+            return await self._chain(peers).catch_up(generation.log, digest, second=second)
         finally:
             generation.grown()
             self._grown |= generation.head.digest != before

@@ -16,26 +16,20 @@ a peer compares before it applies that record. Who keeps a state for others has 
 records (replay.py: `anchors_around`).
 """
 
-# safetensors carries no types.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import logging
 import math
-import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dilocox.dht.errors import EnvironmentFault
@@ -44,10 +38,11 @@ from dilocox.dht.rpc import REFUSED, STALL_S, Blob, CallRefused, Client
 from dilocox.peer.chain.header_client import HeaderClient, OtherRecord
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.snapshot_files import (
-    PIECE_VALUES,
     STATE_CHUNK_BYTES,
-    bytes_of,
-    chunk_digests,
+    check_values,
+    is_initial,
+    keep_right_chunks,
+    load_state,
     on_disk,
 )
 from dilocox.peer.chain.store import KeptState, RoundLog
@@ -126,6 +121,11 @@ class Reached:
     too_far: bool  # their log does not reach back to ours: a state is needed
     costly: bool = False  # it may, but the records are more bytes than they may be
     told: CountedRounds | None = None  # by the headers, where the records were not taken
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the records were taken."""
+        return self.fork_round is None and not self.too_far and not self.costly
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,6 +258,7 @@ class ChainClient(HeaderClient):
         limit_bytes: int | None = None,
         me: str = "",
         back_to: int | None = None,
+        second: Sequence[str] = (),
     ) -> Reached:
         """Fetch the records from our chain up to `digest`, check them, and append them to the log.
 
@@ -267,13 +268,25 @@ class ChainClient(HeaderClient):
 
         limit_bytes: of all of them, if they are to cost no more than something else would. back_to:
         a round of which `me` wants to know whether it is in its record, even where the records cost
-        too much.
+        too much. second: has the last word where the headers do not lead to our chain, since no
+        header proves itself.
 
         Raises:
             ConnectionError: no holder can be reached. PeerBusy: it cannot serve now.
             TimeoutError: the headers, a record, or all of them took too long.
             CallRefused, RecordRefused: a header, record or certificate of it is not sound.
         """
+        reached = await self._caught_up(log, digest, limit_bytes, me, back_to)
+        if second and not reached.arrived:
+            asking = copy(self)
+            asking.holders = second
+            with suppress(*REFUSED):
+                return await asking._caught_up(log, digest, limit_bytes, me, back_to)
+        return reached
+
+    async def _caught_up(
+        self, log: RoundLog, digest: str, limit_bytes: int | None, me: str, back_to: int | None
+    ) -> Reached:
         walk = self._missing(log, digest, limit_bytes, back_to)
         headers, known = await asyncio.wait_for(walk, self._limits.headers_s)
         told = _told(headers, known, me)
@@ -556,13 +569,8 @@ class ChainClient(HeaderClient):
             raise NoState(
                 f"nobody vouches yet for round {offer.round}, which the state of {offer.peer} is of"
             )
-        before, number = end.digest, end.round
-        asking = copy(self)
-        asking.holders, asking._older = [end.teller], True
-        async for told in asking.headers(end.digest, lambda wanted: wanted == offer.digest):
-            before, number = told.previous, told.round
-            if number <= offer.round:
-                break
+        walk = self._walk(end, offer)
+        before, number = await asyncio.wait_for(walk, self._limits.headers_s)
         if before == offer.digest:
             return
         if number <= offer.round or before == self.check.root:
@@ -571,6 +579,17 @@ class ChainClient(HeaderClient):
                 f"(round {offer.round}, {offer.digest[:12]})"
             )
         raise NoState(f"what leads from the state of {offer.peer} to round {end.round} is unknown")
+
+    async def _walk(self, end: ChainEnd, offer: StateOffer) -> tuple[str, int]:
+        """Where the teller's headers end, from the chain's: the record before, and their round."""
+        before, number = end.digest, end.round
+        asking = copy(self)
+        asking.holders, asking._older = [end.teller], True
+        async for told in asking.headers(end.digest, lambda wanted: wanted == offer.digest):
+            before, number = told.previous, told.round
+            if number <= offer.round:
+                break
+        return before, number
 
 
 def _told(headers: Sequence[ChainRound], known: int | None, me: str) -> CountedRounds | None:
@@ -583,53 +602,3 @@ def _told(headers: Sequence[ChainRound], known: int | None, me: str) -> CountedR
         named=frozenset(told.round for told in headers if me in dict(told.contributors)),
         rounds={told.digest: told.round for told in headers},
     )
-
-
-# ---- files of states -----------------------------------------------------------------------------
-def check_values(path: Path, numel: int) -> None:
-    """Refuse (CallRefused) a file that is not an anchor and a momentum of finite fp32 values."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            slices = [file.get_slice(name) for name in ("anchor", "momentum")]
-            for piece in slices:
-                if piece.get_shape() != [numel] or piece.get_dtype() != "F32":
-                    raise CallRefused(f"a state has {piece.get_shape()} values, not [{numel}]")
-            for piece in slices:
-                for low in range(0, numel, PIECE_VALUES):
-                    if not bool(piece[low : low + PIECE_VALUES].isfinite().all()):
-                        raise CallRefused("the state holds values that are not finite")
-    except SafetensorError as error:
-        raise CallRefused(f"the state is no safetensors file: {error}") from error
-
-
-def is_initial(path: Path, pinned: str) -> bool:
-    """Whether a state's anchor has this sha256, and nothing has moved it: its momentum is zero."""
-    found, moved = hashlib.sha256(), False
-    with cast(Any, safe_open)(path, framework="pt") as file:
-        anchors, momenta = file.get_slice("anchor"), file.get_slice("momentum")
-        for low in range(0, anchors.get_shape()[0], PIECE_VALUES):
-            found.update(bytes_of(anchors[low : low + PIECE_VALUES]))
-            moved |= bool(momenta[low : low + PIECE_VALUES].any())
-    return found.hexdigest() == pinned and not moved
-
-
-def keep_right_chunks(path: Path, digests: bytes) -> int:
-    """Cut a file, which need not be there, to its first chunks that have these digests; its bytes
-    then.
-    """
-    path.touch()
-    found = chunk_digests(path)
-    starts = range(0, min(len(found), len(digests)), 32)
-    right = next((n for n in starts if found[n : n + 32] != digests[n : n + 32]), len(found))
-    size = min(path.stat().st_size, right // 32 * STATE_CHUNK_BYTES)
-    os.truncate(path, size)
-    return size
-
-
-def load_state(path: Path, anchor: Tensor, momentum: Tensor) -> None:
-    """Copy a state that was checked into these vectors, [numel] fp32 each."""
-    with on_disk(path), cast(Any, safe_open)(path, framework="pt") as file:
-        for name, target in (("anchor", anchor), ("momentum", momentum)):
-            values = file.get_slice(name)
-            for low in range(0, target.numel(), PIECE_VALUES):
-                target[low : low + PIECE_VALUES] = values[low : low + PIECE_VALUES]

@@ -198,10 +198,20 @@ class Trust:
         """Whether it had a vote in our last records, or is a bootstrap."""
         return self._credit.knows(peer)
 
-    def teller(self, telling: Sequence[str]) -> str:
+    def teller(self, telling: list[str]) -> str:
         """Whom to ask what leads to a record, of those who claim it."""
         trusted = (self._witness, *sorted(self._stand_ins))
-        return next((peer for peer in trusted if peer in telling), telling[0])
+        known = list(filter(self.knows, telling))
+        return next((peer for peer in trusted if peer in telling), random.choice(known or telling))
+
+    def second(self, peers: Sequence[str], first: str) -> list[str]:
+        """Of those who claim a record the one to ask as well, where headers of the first say that
+        it does not lead to our chain; nobody where that is the witness, or no other one is known.
+        """
+        known = [peer for peer in peers if peer != first and self.knows(peer)]
+        if self._witness in known:
+            return [self._witness]
+        return [] if first == self._witness or not known else [random.choice(known)]
 
     def witnessed(self, digest: str) -> bool:
         """Whether the witness claims this very record."""

@@ -27,7 +27,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,6 +35,7 @@ from torch import Tensor
 
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.files import disk_fault, sync
+from dilocox.dht.rpc import CallRefused
 
 logger = logging.getLogger(__name__)
 
@@ -386,3 +387,53 @@ def _as_os_error(error: Exception) -> OSError:
         return error
     full = "No space left" in str(error) or "os error 28" in str(error)
     return OSError(errno.ENOSPC if full else errno.EIO, str(error))
+
+
+# ---- states of others ----------------------------------------------------------------------------
+def check_values(path: Path, numel: int) -> None:
+    """Refuse (CallRefused) a file that is not an anchor and a momentum of finite fp32 values."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            slices = [file.get_slice(name) for name in ("anchor", "momentum")]
+            for piece in slices:
+                if piece.get_shape() != [numel] or piece.get_dtype() != "F32":
+                    raise CallRefused(f"a state has {piece.get_shape()} values, not [{numel}]")
+            for piece in slices:
+                for low in range(0, numel, PIECE_VALUES):
+                    if not bool(piece[low : low + PIECE_VALUES].isfinite().all()):
+                        raise CallRefused("the state holds values that are not finite")
+    except SafetensorError as error:
+        raise CallRefused(f"the state is no safetensors file: {error}") from error
+
+
+def is_initial(path: Path, pinned: str) -> bool:
+    """Whether a state's anchor has this sha256, and nothing has moved it: its momentum is zero."""
+    found, moved = hashlib.sha256(), False
+    with cast(Any, safe_open)(path, framework="pt") as file:
+        anchors, momenta = file.get_slice("anchor"), file.get_slice("momentum")
+        for low in range(0, anchors.get_shape()[0], PIECE_VALUES):
+            found.update(bytes_of(anchors[low : low + PIECE_VALUES]))
+            moved |= bool(momenta[low : low + PIECE_VALUES].any())
+    return found.hexdigest() == pinned and not moved
+
+
+def keep_right_chunks(path: Path, digests: bytes) -> int:
+    """Cut a file, which need not be there, to its first chunks that have these digests; its bytes
+    then.
+    """
+    path.touch()
+    found = chunk_digests(path)
+    starts = range(0, min(len(found), len(digests)), 32)
+    right = next((n for n in starts if found[n : n + 32] != digests[n : n + 32]), len(found))
+    size = min(path.stat().st_size, right // 32 * STATE_CHUNK_BYTES)
+    os.truncate(path, size)
+    return size
+
+
+def load_state(path: Path, anchor: Tensor, momentum: Tensor) -> None:
+    """Copy a state that was checked into these vectors, [numel] fp32 each."""
+    with on_disk(path), cast(Any, safe_open)(path, framework="pt") as file:
+        for name, target in (("anchor", anchor), ("momentum", momentum)):
+            values = file.get_slice(name)
+            for low in range(0, target.numel(), PIECE_VALUES):
+                target[low : low + PIECE_VALUES] = values[low : low + PIECE_VALUES]

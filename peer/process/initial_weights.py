@@ -24,9 +24,9 @@ from dilocox.dht.manifest import Manifest
 from dilocox.dht.names import shown_peer
 from dilocox.dht.rpc import REFUSED, LoopThread, PeerBusy
 from dilocox.peer.averaging.local_peer import LocalPeer
-from dilocox.peer.chain.chain_client import STATE_LIMIT_S, ChainEnd, Limits, NoState, load_state
+from dilocox.peer.chain.chain_client import STATE_LIMIT_S, ChainEnd, Limits, NoState
 from dilocox.peer.chain.rollback import STATE_NAME
-from dilocox.peer.chain.snapshot_files import made_whole, write_state
+from dilocox.peer.chain.snapshot_files import load_state, made_whole, write_state
 from dilocox.peer.chain.store import INITIAL_NAME, KeptState, archive_folder, kept_state
 from dilocox.peer.chain.visitor_download import ClaimedChain, claimed_chain
 from dilocox.peer.rounds.outer_step import anchor_sha256

@@ -24,9 +24,14 @@ from dilocox.dht.manifest import Manifest
 from dilocox.dht.records import ClaimRecord
 from dilocox.dht.rpc import PeerBusy
 from dilocox.peer.chain.archive import StageArchive
-from dilocox.peer.chain.chain_client import ChainClient, NoState, keep_right_chunks
+from dilocox.peer.chain.chain_client import ChainClient, NoState
 from dilocox.peer.chain.record_check import RecordCheck
-from dilocox.peer.chain.snapshot_files import STATE_CHUNK_BYTES, STATE_FILE, state_sha256
+from dilocox.peer.chain.snapshot_files import (
+    STATE_CHUNK_BYTES,
+    STATE_FILE,
+    keep_right_chunks,
+    state_sha256,
+)
 from dilocox.peer.chain.store import RoundLog
 from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.chain.uploads import Source

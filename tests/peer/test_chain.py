@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -125,7 +126,7 @@ class Behind:
         )
 
     def _catch_up(
-        self, peer: str, digest: str, *, limit_bytes: int | None, back_to: int | None
+        self, peers: Sequence[str], digest: str, *, limit_bytes: int | None, back_to: int | None
     ) -> Any:
         self.back_to.append(back_to)
         return self._ask("records", limit_bytes)

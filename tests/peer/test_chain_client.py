@@ -207,6 +207,31 @@ def test_a_header_that_lies_about_what_is_before_it_leads_nowhere(
     assert joiner.log.rounds() == []
 
 
+@pytest.mark.parametrize("fork", [False, True])
+def test_one_liar_ends_nobodys_chain(maker: ChainMaker, tmp_path: Path, fork: bool) -> None:
+    """By a header that names no record before it, or one that the asker has left behind."""
+    maker.train(0, 1)
+    joiner = Joiner(maker, tmp_path / "log")
+    joiner.go()
+    maker.train(2)
+    named = maker.manifest.root if fork else "f" * 64
+
+    def lie(want: dict[str, Any]) -> Source | None:
+        found = maker.find(want)
+        if found is None or not want.get("header"):
+            return found
+        with found as source:
+            return Source.of(source.file.read().replace(maker.digests[-2].encode(), named.encode()))
+
+    joiner.swarm.finds[PEER] = lie
+    reached = joiner.go()
+    assert (reached.too_far, reached.fork_round) == ((False, -1) if fork else (True, None))
+    joiner.swarm.finds["QmKnown"] = maker.find
+    assert joiner.go(second=["QmGone"]) == reached, "the other one does not answer"
+    assert joiner.go(second=["QmKnown"]).arrived
+    assert joiner.log.rounds() == [0, 1, 2]
+
+
 @pytest.mark.parametrize("slow", ["header", "record", "certificate"])
 def test_a_peer_that_never_ends_its_answer_is_given_up(
     maker: ChainMaker, tmp_path: Path, slow: str
@@ -323,6 +348,16 @@ def test_a_state_must_lead_to_what_is_vouched_for(maker: ChainMaker, tmp_path: P
     maker.log.prune(2)
     with pytest.raises(NoState, match="is unknown"):
         check(0, digests[0], 3)
+
+    async def late(_: str, want: dict[str, Any]) -> None:
+        await asyncio.sleep(0.2)
+
+    joiner.swarm.before = late
+    end = ChainEnd(digest=digests[3], round=3, teller="QmWitness")
+    offer: Any = SimpleNamespace(round=2, digest="e" * 64, peer="QmLiar")
+    walk = joiner.chain(limits=Limits(headers_s=0.3)).check_leads_to(end, offer)
+    with pytest.raises(asyncio.TimeoutError):
+        asyncio.run(walk)
 
 
 def test_of_a_record_only_the_header_is_read_where_that_is_wanted(maker: ChainMaker) -> None:

@@ -258,6 +258,8 @@ def test_while_the_witness_is_silent_a_joiner_believes_the_bootstraps_of_its_inv
     told = {"copy": claim("bb"), "x": claim("bad")}
     assert counting(joiner(), told, Credited({})) == "bb"
     assert joiner().teller(["x", "copy"]) == "copy"
+    assert joiner().second(["x", "copy", WITNESS], "x") == [WITNESS]
+    assert joiner().second(["x", "y", WITNESS], WITNESS) == joiner().second(["x", "y"], "x") == []
     assert counting(joiner(), told | {WITNESS: claim("cc")}, Credited({})) == "cc"
     assert counting(joiner(), told) == "", "who has a chain does not"
 

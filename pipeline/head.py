@@ -33,6 +33,7 @@ HEAL_LIMIT_S = 30.0
 LAST_STEP_LIMIT_S = 3.0  # what the step in flight may still take when this peer is to stop
 STALL_LIMIT_S = 120.0  # an inner step in which nothing moves for so long, or for ten steps' time
 STALLS = 2  # in one inner step, then its members are let go
+SKIPPED = 40  # inner steps in a row, likewise: more than a loss scale of float16 is halved
 MOVES = frozenset({"gradient", "sum"})  # what an inner step comes nearer its end by
 
 
@@ -78,6 +79,7 @@ class Head:
     ):
         self.last_fault = ""
         self.step_s = 0.0
+        self._skipped = 0  # inner steps in a row
         self.undecided = False
         self.oldest_anchor: int | None = None
         self._me = me
@@ -222,6 +224,10 @@ class Head:
         """
         stalls = 0
         while self._replica is not None and not self._stopping():
+            if self._skipped >= SKIPPED and self._num_stages > 1:
+                self._skipped = 0
+                self._give_up("every inner step is skipped, for its sums are not finite")
+                break
             try:
                 return self._step_once(batch, learning_rate)
             except Stalled as stalled:
@@ -230,7 +236,8 @@ class Head:
                 if stalls < STALLS:
                     self._heal(stalled.fault, missing)
                 else:
-                    self._give_up(stalled.fault)
+                    self.last_fault = f"stage {stalled.fault.stage} {stalled.fault.reason}"
+                    self._give_up("an inner step stands still, though all its members answer")
             except Lost as lost:
                 self._heal(lost.fault, self._recruiter.missing(self._held(), lost.fault))
         return None
@@ -264,7 +271,8 @@ class Head:
         if self._held().done is None:
             return STALL_LIMIT_S * max(1.0, self._num_stages / 2)
         slowest_s = max(self._slowest_s, self._member.worker.compute_s)
-        return max(STALL_LIMIT_S, 10 * microbatches * slowest_s)
+        # others state theirs; but the last step took no longer than it did
+        return max(STALL_LIMIT_S, 10 * min(microbatches * slowest_s, self.step_s))
 
     def _go(self, replica: Replica, totals: Totals, learning_rate: float) -> Stepped:
         reports = totals.reports
@@ -278,6 +286,7 @@ class Head:
         codecs = replica.codecs
         go = Go(factor=factor, learning_rate=learning_rate, loss=totals.loss, codecs=codecs)
         stepped = self._member.go(go)
+        self._skipped = self._skipped + 1 if stepped.skipped else 0
         replica.done = (stepped.step, factor, learning_rate)
         self._recruiter.forgive(replica.others.values())
         self._step = stepped.step + 1
@@ -302,11 +311,10 @@ class Head:
         return None if message is None else self._member.handle(message)
 
     # ---- healing ---------------------------------------------------------------------------------
-    def _give_up(self, fault: Fault) -> None:
-        """All answer, and yet nothing moves: whoever it is, others are to be found."""
+    def _give_up(self, reason: str) -> None:
+        """All answer, and yet nothing is learnt: whoever it is, others are to be found."""
         self._recruiter.blame(self._held().others.values())
-        self.last_fault = f"stage {fault.stage} {fault.reason}"
-        self._tell("dissolved", reason="an inner step stands still, though all its members answer")
+        self._tell("dissolved", reason=reason)
         self.dissolve()
 
     def _heal(self, fault: Fault, vacant: set[int], *, leave: bool = False) -> None:

@@ -92,6 +92,7 @@ class Member:
         shape: Shape,
         vocabulary: int,
         window_limit: Callable[[], int] = lambda: MAX_WINDOW,
+        first_window: int = MAX_WINDOW,
     ):
         self.assignment: Assignment | None = None
         self.step = 0
@@ -104,6 +105,8 @@ class Member:
         self._shape = shape
         self._vocabulary = vocabulary
         self.window_limit = window_limit
+        self._first_window = first_window
+        self._told_window = 0  # to the head
         self._codecs: tuple[str, ...] = ()
         self._upper: LinkKey | None = None
         self._lower: LinkKey | None = None
@@ -203,6 +206,8 @@ class Member:
                 self.worker.optimizer.take_loss_scale(1.0 if scale is None else scale)
                 if self.worker.idle:  # the head may feed more than it was told to
                     self._most = self.window_limit()
+                if self.worker.in_flight >= max(self._first_window, self._told_window, self._most):
+                    raise FrameRefused("flood", f"{self.worker.in_flight} microbatches in flight")
                 self.worker.feed(frame.microbatch, *split_forward(frame, self._vocabulary))
             case "go":
                 self._check_step(frame)
@@ -225,6 +230,8 @@ class Member:
                 self.worker.feed_gradient(frame.microbatch, split_gradient(frame))
             case "sum":
                 self._check_step(frame)
+                if self._lower_totals is not None:
+                    raise FrameRefused("order", "a second sum")
                 below = self.num_stages - 1 - self.stage
                 self._lower_totals = Totals.from_facts(frame.facts, below)
                 self._tell_sum()
@@ -306,6 +313,7 @@ class Member:
             self._send(self._upper, self._frame("sum", facts=totals.to_facts()))
 
     def _report(self) -> StageReport:
+        self._told_window = self.window_limit()
         upper, lower = (
             self.network.link_facts(key) if key else LinkFacts()
             for key in (self._upper, self._lower)
@@ -316,7 +324,7 @@ class Member:
             upper_bytes_per_s=upper.received_bytes_per_s,
             lower_bytes_per_s=lower.received_bytes_per_s,
             lower_round_trip_s=lower.round_trip_s,
-            window=self.window_limit(),
+            window=self._told_window,
             undecided=self._anchors.undecided,
             leaving=self.leaving,
         )

@@ -578,7 +578,7 @@ class StageAverager(PeerService, DecentralizedAverager):
     async def catch_up(
         self, peers: Sequence[str], digest: str, *, limit_bytes: int | None, back_to: int | None
     ) -> Reached:
-        """Append the records up to `digest` from the first peer's log; the others are asked as well."""
+        """Append the records up to `digest` from the first peer's log; others are asked, too."""
         # where the records are worth more bytes, a bootstrap's older ones are, too
         chain = self._chain(peers[:1], older=limit_bytes is not None)
         with self.counting_refusals():

@@ -36,7 +36,6 @@ from dilocox.peer.chain.rollback import newest_aside, peer_goes_back
 from dilocox.peer.chain.store import keep_manifest
 from dilocox.peer.http_pages import check_port, served
 from dilocox.peer.memory_and_disk import (
-    LARGEST_OWN_WINDOW,
     MemoryNeeds,
     available_bytes,
     check_memory,
@@ -144,6 +143,12 @@ class Assembly:
         )
         batch = manifest.batch
         self._shape = (batch.microbatch_size, batch.sequence_length, hidden_size(manifest.model))
+        self._tuning = Tuning(
+            microbatches=batch.microbatches,
+            shape=self._shape,
+            codec=manifest.pipeline.codec,
+            window=manifest.pipeline.window,
+        )
         self.network = Network(
             local.dht,
             run=local.run,
@@ -233,16 +238,20 @@ class Assembly:
             shape=self._shape,
             vocabulary=int(manifest.model["vocab_size"]),
             window_limit=lambda: self._window_limit(worker),
+            first_window=self._tuning.first_window(manifest.stages),
         )
         leads = self._local.stage == 0
         role = self._leading(learner, member) if leads else self._serving(learner, member)
         return partial(train, learner, role, self._stop)
 
     def _window_limit(self, worker: StageWorker) -> int:
-        """Microbatches in flight that this peer has memory for; a last stage stores one."""
-        if self._local.stage == self._manifest.stages - 1:
-            return LARGEST_OWN_WINDOW
+        """Microbatches in flight that this peer has memory for; of those a last stage stores what
+        comes in.
+        """
         limit = self._local.options.memory_limit_bytes
+        if self._local.stage == self._manifest.stages - 1:
+            inputs = 4 * math.prod(self._shape)
+            return window_limit(inputs, self._memory, limit, torch.device("cpu"))
         device = self._model.optimizer.device
         return window_limit(worker.stored_bytes, self._memory, limit, device)
 
@@ -255,12 +264,7 @@ class Assembly:
         head = Head(
             me=self._local.me,
             client_mode=self._local.client_mode,
-            tuning=Tuning(
-                microbatches=manifest.batch.microbatches,
-                shape=self._shape,
-                codec=manifest.pipeline.codec,
-                window=manifest.pipeline.window,
-            ),
+            tuning=self._tuning,
             member=member,
             records=lambda: self.coordinator.view.stages,
             clip=lambda norm, loss: (

@@ -12,7 +12,7 @@ from dilocox.pipeline.frames import Frame
 from dilocox.pipeline.link import Arrived, LinkFacts, LinkKey
 from dilocox.pipeline.member import Member
 from dilocox.pipeline.messages import Go, MemberEvent, StageReport, Stepped, Totals
-from dilocox.pipeline.reservation import Assignment
+from dilocox.pipeline.reservation import MAX_WINDOW, Assignment
 from tests.pipeline.chains import batches
 from tests.pipeline.peers import TINY, Peer, Plan
 from tests.pipeline.wires import LIMITS, Wires
@@ -25,7 +25,12 @@ SHAPE = PLAN.shape
 class Alone:
     """A member with nobody around it; keeps what it asks of its network."""
 
-    def __init__(self, stage: int = 1, clients: tuple[bool, ...] = (False,) * 3) -> None:
+    def __init__(
+        self,
+        stage: int = 1,
+        clients: tuple[bool, ...] = (False,) * 3,
+        first_window: int = MAX_WINDOW,
+    ) -> None:
         num_stages = len(clients)
         self.sent: list[tuple[str, Frame]] = []
         self.asked: list[tuple[str, LinkKey, str]] = []
@@ -42,6 +47,7 @@ class Alone:
             shape=SHAPE,
             vocabulary=31,
             window_limit=lambda: 5,
+            first_window=first_window,
         )
 
     def open_link(self, key: LinkKey, peer: str, hello: Frame | None) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from dilocox.pipeline.frames import Frame
-from dilocox.pipeline.head import LAST_STEP_LIMIT_S, STALL_LIMIT_S, STALLS
+from dilocox.pipeline.head import LAST_STEP_LIMIT_S, SKIPPED, STALL_LIMIT_S, STALLS
 from dilocox.pipeline.link import Arrived
+from dilocox.pipeline.stage_worker import StageWorker
 from tests.pipeline.chains import batches
 from tests.pipeline.histories import check_weights
 from tests.pipeline.peers import TINY, Peer, Plan
@@ -276,6 +279,35 @@ class TestFaultsOfLinks:
         assert leader.form() == ""
         assert not set(leader.members[1:]) & set(before), "they are asked again at once"
         assert leader.step(BATCHES[0]) is not None
+
+    def test_members_with_which_every_step_is_skipped_are_let_go(self) -> None:
+        """One can send what is not finite for ever, and nobody learns anything."""
+        swarm = that_trains(spares=1)
+        leader = swarm.leader
+        before = leader.members
+        steps = 0
+        swarm.peers[before[2]].worker.squared_norm = lambda: math.nan  # type: ignore[method-assign]
+        while (stepped := leader.step(BATCHES[1])) is not None:
+            assert stepped.skipped and steps < SKIPPED
+            swarm.settle()
+            steps += 1
+        assert steps == SKIPPED
+        [told] = leader.peer.telling("dissolved")
+        assert "not finite" in told["reason"]
+        assert leader.form() == ""
+        assert not set(leader.members[1:]) & set(before), "they are asked again at once"
+
+    def test_a_time_of_its_own_that_a_member_states_lets_nobody_wait_for_ever(self) -> None:
+        swarm = that_trains(spares=1)
+        leader = swarm.leader
+        liar = swarm.peers[leader.members[2]].worker
+        liar.__class__ = type("Liar", (StageWorker,), {"compute_s": 1e300})
+        assert leader.step(BATCHES[1]) is not None
+        swarm.settle()
+        liar.run_one = lambda most=0: None  # type: ignore[method-assign]
+        start = swarm.wires.now
+        assert leader.step(BATCHES[2]) is None
+        assert swarm.wires.now - start < STALLS * STALL_LIMIT_S + 60
 
     def test_where_there_are_no_others_those_will_do(self) -> None:
         swarm = that_trains()

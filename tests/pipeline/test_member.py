@@ -160,8 +160,9 @@ class TestTheInnerStep:
         assert alone.kinds("upper") == []
         alone.compute()
         assert alone.kinds("upper") == ["gradient", "gradient", "sum"]
-        alone.hear("lower", "sum", facts=sum_facts())  # a second one is not passed on
+        alone.hear("lower", "sum", facts=sum_facts())  # who says it for ever is no nearer the end
         assert alone.kinds("upper") == ["gradient", "gradient", "sum"]
+        assert alone.refused == [("lower", "order")]
 
     def test_go_is_passed_down_and_taken_once(self, alone: Alone) -> None:
         alone.compute()
@@ -380,6 +381,16 @@ def test_a_head_that_feeds_more_than_it_was_told_to_takes_no_memory(alone: Alone
     alone.gradient(0)
     assert alone.member.work() and alone.member.work()
     assert alone.kinds("lower") == ["forward", "forward"]
+
+
+def test_more_than_its_head_may_have_in_flight_is_not_kept() -> None:
+    alone = Alone(first_window=1)
+    alone.member.window_limit = lambda: 1
+    alone.take_up()
+    alone.forward(0)
+    assert not alone.refused
+    alone.forward(1)
+    assert alone.refused == [("upper", "flood")]
 
 
 def test_without_a_scale_of_its_head_it_has_none_of_its_own(alone: Alone) -> None:

@@ -122,6 +122,7 @@ class Keeper:
         self._manifest = manifest
         self._folder = folder
         self._history = history
+        self._paging = asyncio.Semaphore(1)
         self._stages: dict[int, StageArchive] = {}
         self._jobs: dict[int, asyncio.Task[None]] = {}
         self._serving: set[int] = set()  # stages whose service p2pd knows
@@ -312,7 +313,8 @@ class Keeper:
         if want["what"] == "history":
             if stage != 0 or self._history is None:
                 return None
-            return await self._compute(self._history.page, int(want["after"]))
+            async with self._paging:  # of two threads one is left for the chains
+                return await self._compute(self._history.page, int(want["after"]))
         archive = self._stages.get(stage)
         return None if archive is None else await self._compute(archive.find, want)
 

@@ -12,6 +12,7 @@ from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.names import cut
 from dilocox.dht.records import (
+    MAX_INTEGER,
     ClaimRecord,
     Record,
     ReplicaRecord,
@@ -213,7 +214,7 @@ class HistoryKeeper:
             told = len(sizes) == self._stages or age >= SIZED_AFTER
             known = row._replace(
                 validation=self._validation.get(row.round),
-                record_bytes=sum(sizes.values()) if sizes and told else None,
+                record_bytes=min(sum(sizes.values()), MAX_INTEGER) if sizes and told else None,
             )
             if said is not None and row.train is None:
                 middle, low, high = (round(loss, 5) for loss in said[:3])

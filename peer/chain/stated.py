@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from dilocox.dht.records import ReplicaRecord, StageRecord
 
+MOST_VOIDS = 8  # that a peer may add between two looks, of seconds
 MAX_NUMBER = 1e12  # tokens a second, or seconds, that a peer may state
 MAX_LOSS = 1e4  # nats a token
 MAX_HEARD = 64  # rounds whose losses are remembered until they are committed
@@ -99,9 +100,11 @@ def stated_losses(
 
 
 def more_voids(peers: Mapping[str, StageRecord], told: Mapping[str, int]) -> float:
-    """Void rounds that a stage's peers tell beyond what each `told` before, a mean over them."""
+    """Void rounds that a stage's peers tell beyond what each `told` before, a mean over them; of
+    one no more than there can be between two looks.
+    """
     more = (max(0, each.voids - told.get(peer, each.voids)) for peer, each in peers.items())
-    return sum(more) / max(1, len(peers))
+    return sum(min(each, MOST_VOIDS) for each in more) / max(1, len(peers))
 
 
 def finite(number: float) -> float:

@@ -31,9 +31,9 @@ from dilocox.pipeline.frames import (
 LIFE_S = 5.0  # of a letter
 AHEAD_S = 2.0  # how far another one's run time may be ahead of ours
 MAX_WRITERS = 4096
-# Each costs a check, most a signature, in a thread that has activations to move. Whoever brings
-# nonsense must not have the letters refused that others bring.
-TAKEN_PER_S, TAKEN_OF_A_BRINGER_PER_S = 500, 50
+# Each costs a check, most a signature, in a thread that has activations to move. Whoever writes
+# many, or brings nonsense, must not have the letters of others refused.
+TAKEN_PER_S, TAKEN_OF_ONE_PER_S = 500, 50
 
 
 class RelayedRequests:
@@ -57,7 +57,7 @@ class RelayedRequests:
         self._written = 0
         self._last: dict[str, tuple[int, float]] = {}  # by writer: sequence, until when it counts
         self._second = 0
-        self._taken: Counter[str] = Counter()  # by bringer, in this second
+        self._taken: Counter[str] = Counter()  # by writer, or who brought nonsense, in this second
         self._read: set[bytes] = set()  # digests of the letters taken in it
 
     def write(self, to: str, request: Frame) -> tuple[bytes, int]:
@@ -68,7 +68,8 @@ class RelayedRequests:
     def take(self, data: bytes, bringer: str) -> tuple[str, Frame, int] | None:
         """Read a letter to this peer: its writer, the request and the letter's number.
 
-        bringer: id of the peer that passed it on, of whom only so many letters are read a second.
+        bringer: id of the peer that passed it on; of one writer, and of nonsense of one bringer,
+        only so many letters are read a second.
         None for one that came before, and for one that a later one overtook: a letter goes by
         several ways at once, so its copies come late through nobody's fault. Raises `FrameRefused`
         (letter, crowd, or what a frame is refused for).
@@ -79,13 +80,17 @@ class RelayedRequests:
         digest = hashlib.sha256(data).digest()
         if digest in self._read:
             return None
-        if self._taken[bringer] >= TAKEN_OF_A_BRINGER_PER_S:
-            raise FrameRefused("crowd", f"{TAKEN_OF_A_BRINGER_PER_S} letters of a peer in a second")
+        if self._taken[bringer] >= TAKEN_OF_ONE_PER_S:
+            raise FrameRefused("crowd", f"{TAKEN_OF_ONE_PER_S} letters of a peer in a second")
         if self._taken.total() >= TAKEN_PER_S:
             raise FrameRefused("crowd", f"{TAKEN_PER_S} letters in a second")
         self._taken[bringer] += 1
-        letter = self._opened("letter", data)
+        letter = self._opened("letter", data, self._identity.peer_id)
         writer = letter.owner
+        self._taken[bringer] -= 1  # it is its writer's, whoever brings it
+        if self._taken[writer] >= TAKEN_OF_ONE_PER_S:
+            raise FrameRefused("crowd", f"{TAKEN_OF_ONE_PER_S} letters of a peer in a second")
+        self._taken[writer] += 1
         sequence, _ = self._last.get(writer, (-1, 0.0))
         if letter.sequence <= sequence:
             return None
@@ -110,7 +115,7 @@ class RelayedRequests:
 
     def read_reply(self, data: bytes, peer: str, number: int) -> Frame:
         """What this peer replies to our letter; raises `FrameRefused` as `take`."""
-        reply = self._opened("reply", data)
+        reply = self._opened("reply", data, self._identity.peer_id)
         if reply.owner != peer or reply.sequence != number:
             raise FrameRefused("letter", "the reply is another one's, or to another letter")
         answer = _frame(reply.payload)
@@ -127,12 +132,19 @@ class RelayedRequests:
             payload=encode_prefix_and_header(frame),
         )
 
-    def _opened(self, what: str, data: bytes) -> Envelope:
+    def check_passed_on(self, data: bytes, writer: str, to: str) -> None:
+        """Refuse (letter) to pass on what this peer did not write to that one: nonsense would use
+        up what the recipient takes of this one.
+        """
+        if self._opened("letter", data, to).owner != writer:
+            raise FrameRefused("letter", "it is of somebody else")
+
+    def _opened(self, what: str, data: bytes, to: str) -> Envelope:
         try:
             opened = unseal(data)
         except Refused as refused:
             raise FrameRefused("letter", str(refused)) from refused
-        if opened.key != f"{self._run}/{what}/{self._identity.peer_id}":
+        if opened.key != f"{self._run}/{what}/{to}":
             raise FrameRefused("letter", "it is for somebody else, or for another purpose")
         if not 0 < opened.expires_at - self._now() <= LIFE_S + AHEAD_S:
             raise FrameRefused("letter", "it is not of this moment")

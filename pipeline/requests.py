@@ -283,6 +283,7 @@ class RequestServer:
     async def _passed_on(self, asker: str, frame: Frame) -> Frame:
         """What the recipient of somebody's letter replies; it has dialled this peer, if any."""
         peer = _Relay.from_facts(frame.facts).to
+        self._letters.check_passed_on(frame.letter, asker, peer)
         limits, letter = self._limits, Frame(kind="letter", letter=frame.letter)
         try:
             with (

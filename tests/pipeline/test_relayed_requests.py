@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from dilocox.dht.identity import Identity
 from dilocox.dht.wire import pack, seal
+from dilocox.pipeline import relayed_requests
 from dilocox.pipeline.frames import Frame, FrameRefused, encode_prefix_and_header
 from dilocox.pipeline.relayed_requests import (
     AHEAD_S,
     LIFE_S,
-    TAKEN_OF_A_BRINGER_PER_S,
+    TAKEN_OF_ONE_PER_S,
     TAKEN_PER_S,
     RelayedRequests,
 )
@@ -87,12 +88,18 @@ def test_a_restarted_writer_is_heard(post: Post) -> None:
     assert post.far.take(post.letter(), RELAY) is not None
 
 
-def test_who_is_flooded_with_letters_reads_no_more_than_so_many_a_second(post: Post) -> None:
+def test_who_is_flooded_with_letters_reads_no_more_than_so_many_a_second(
+    post: Post, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relayed_requests, "TAKEN_PER_S", TAKEN_OF_ONE_PER_S + 5)
     post.far = post.desk(post.identities[1], max_writers=1)
-    for count in range(TAKEN_PER_S):
+    for count in range(TAKEN_OF_ONE_PER_S):
         assert post.far.take(post.letter(), f"relay {count % 25}") is not None
+    post.refuses(post.letter(), f"{TAKEN_OF_ONE_PER_S} letters of a peer", "another relay")
+    for count in range(5):
+        post.refuses(b"nonsense", "letter", f"relay {count}")
     for letter in (post.letter(), b"nonsense"):
-        post.refuses(letter, f"{TAKEN_PER_S} letters in")
+        post.refuses(letter, f"{TAKEN_OF_ONE_PER_S + 5} letters in")
     post.now += 1.0
     post.refuses(post.relay.write(post.far_id, ASK)[0], "1 others wrote")
     post.now += LIFE_S  # the head's is forgotten
@@ -105,7 +112,7 @@ def test_who_brings_nonsense_or_copies_has_no_letter_of_others_refused(post: Pos
     for _ in range(2 * TAKEN_PER_S):
         assert post.far.take(first, "echo") is None
     for count in range(2 * TAKEN_PER_S):
-        kind = "letter" if count < TAKEN_OF_A_BRINGER_PER_S else "crowd"
+        kind = "letter" if count < TAKEN_OF_ONE_PER_S else "crowd"
         post.refuses(b"nonsense", rf"\({kind}\)", "stranger")
     assert post.far.take(post.letter(), RELAY) is not None
     assert post.far.take(post.letter(), "echo") is not None, "a copy counts for nothing"

@@ -9,9 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dilocox.pipeline.frames import Frame
+from dilocox.pipeline.relayed_requests import RelayedRequests
 from dilocox.pipeline.requests import StrangerLimits
 from tests.pipeline.neighbours import (
     PING,
+    RUN,
     Node,
     Peer,
     frozen,
@@ -82,14 +84,17 @@ def test_a_letter_that_was_brought_before_or_is_none_is_refused(
     old, _ = head.letters.write(far.id, PING)
     letter, _ = head.letters.write(far.id, PING)
     carried = Frame(kind="relay", letter=letter, facts={"to": far.id})
-    assert b"reply" in raw_stream(nodes[1], relay.id, carried)
+    assert b"reply" in raw_stream(nodes[2], relay.id, carried)
     assert far.asked == [(head.id, PING)]
-    for odd in (letter, old, b"?"):
+    for odd in (letter, old):
         carried = Frame(kind="relay", letter=odd, facts={"to": far.id})
-        answer = raw_stream(nodes[1], relay.id, carried)
+        answer = raw_stream(nodes[2], relay.id, carried)
         assert b"reply" not in answer and b"reason" in answer
-    assert len(far.asked) == 1
-    until(lambda: far.network.refused["letter"] == 1)
+    for node, odd in ((nodes[2], b"?"), (nodes[1], head.letters.write(far.id, PING)[0])):
+        carried = Frame(kind="relay", letter=odd, facts={"to": far.id})
+        assert b"reply" not in raw_stream(node, relay.id, carried)
+    until(lambda: relay.network.refused["letter"] == 2)
+    assert len(far.asked) == 1 and not far.network.refused, "they would count against the relay"
 
 
 @pytest.mark.parametrize("limit", ["passed_on", "passed_on_of_a_peer"])
@@ -101,7 +106,9 @@ def test_letters_to_who_does_not_answer_take_few_places_of_strangers(
     with running(relay, head, far):
         assert far.ask(relay.id)
         head.relays = {far.id: [relay.id]}
-        carried = Frame(kind="relay", letter=b"?", facts={"to": far.id})
+        post = RelayedRequests(nodes[1].identity, RUN, nodes[1].clock.time)
+        letter, _ = post.write(far.id, PING)
+        carried = Frame(kind="relay", letter=letter, facts={"to": far.id})
         with frozen(nodes[3]), ThreadPoolExecutor() as pool:
             held = [pool.submit(raw_stream, nodes[1], relay.id, carried) for _ in range(5)]
             until(lambda: relay.network.refused["crowd"] == 3)

@@ -403,7 +403,8 @@ RESCUE_LIMIT_S = 45.0  # what healing may take before a member gives its replica
 class Follower:
     """Turns what heads and neighbours say into inner steps of this stage.
 
-    `tell(kind, **facts)` hears of faults and of the end of a replica.
+    `tell(kind, **facts)` hears of faults and of the end of a replica. longest_wait_s: how long a
+    head may wait for an average between two inner steps.
     """
 
     def __init__(
@@ -412,8 +413,11 @@ class Follower:
         member: Member,
         reservation: Reservation,
         tell: Callable[..., None],
+        longest_wait_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ):
+        # in a first inner step the stages begin, and may compile their layers, one after another
+        self._stall_limit_s = longest_wait_s + STALL_LIMIT_S * max(1.0, member.num_stages / 4)
         self._member = member
         self._reservation = reservation
         self._tell = tell
@@ -447,7 +451,7 @@ class Follower:
         worked = self._lost_at is None and self._member.work()
         if worked:
             self._moved_at = self._clock()
-        elif self.head and self._clock() - self._moved_at > STALL_LIMIT_S:
+        elif self.head and self._clock() - self._moved_at > self._stall_limit_s:
             self.leave("nothing came from its head")
         return self._receive(0.0 if worked else wait_s)
 

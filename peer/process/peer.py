@@ -291,7 +291,14 @@ class Assembly:
         )
 
     def _serving(self, learner: Learner, member: Member) -> Serving:
-        follower = Follower(member=member, reservation=self._reservation, tell=self._tell)
+        deadlines, waits = self._manifest.deadlines, self._manifest.outer.merge == "none"
+        follower = Follower(
+            member=member,
+            reservation=self._reservation,
+            tell=self._tell,
+            # two attempts, and what comes before and between them
+            longest_wait_s=3 * (deadlines.longest_exchange_s + deadlines.vote_s) * waits,
+        )
         return Serving(
             learner=learner,
             follower=follower,

@@ -42,6 +42,7 @@ class Plan:
     window: int = 0
     codec: str = "fp32"
     recompute: bool = False
+    longest_wait_s: float = 0.0
     spec: InnerSpec = SPEC
 
     @property
@@ -126,6 +127,7 @@ class Peer:
             member=self.member,
             reservation=self.reservation,
             tell=self.tell,
+            longest_wait_s=plan.longest_wait_s,
             clock=wires.monotonic,
         )
 

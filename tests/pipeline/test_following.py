@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -175,6 +177,16 @@ class TestTheHeadGoesOn:
         swarm.run_for(20.0)
         assert left_because(swarm.peers["1a"]) == ["nothing came from its head"]
         assert {peer.reservation.state for peer in followers(swarm)} == {"free"}
+
+    def test_a_head_that_waits_for_an_average_is_not(self) -> None:
+        """Without overlap (`outer.merge: none`) for as long as one may take."""
+        swarm = Swarm(replace(PLAN, longest_wait_s=1000.0))
+        swarm.leader.form()
+        swarm.leader.step(BATCHES[0])
+        swarm.run_for(STALL_LIMIT_S + 990.0)
+        assert not any(left_because(peer) for peer in followers(swarm))
+        swarm.run_for(20.0)
+        assert left_because(swarm.peers["1a"]) == ["nothing came from its head"]
 
     def test_a_head_that_has_it_evaluate_without_end_keeps_it_from_nothing(self) -> None:
         """It never came back to its loop: neither to a signal nor to another head."""

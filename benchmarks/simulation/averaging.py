@@ -518,10 +518,10 @@ class SimulatedAverager:
         return future
 
     def fetch_state(
-        self, peer: str, *, after_round: int, hurry: bool, end: ChainEnd | None
+        self, peers: Sequence[str], *, after_round: int, hurry: bool, end: ChainEnd | None
     ) -> SimulatedFuture:
         """Download another peer's state: its chain, as far as somebody vouches for it."""
-        future = self._new_future()
+        future, peer = self._new_future(), peers[0]
 
         def arrive() -> None:
             donor = self._donor(peer)

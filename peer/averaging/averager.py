@@ -593,10 +593,11 @@ class StageAverager(PeerService, DecentralizedAverager):
 
     @in_process
     async def fetch_state(
-        self, peer: str, *, after_round: int, hurry: bool, end: ChainEnd | None
+        self, peers: Sequence[str], *, after_round: int, hurry: bool, end: ChainEnd | None
     ) -> StateFile:
-        """Download a peer's anchor and momentum to the disk; `end`: of the chain to be on."""
-        chain = self._chain([peer])
+        """Download the first peer's anchor and momentum to the disk, what is missing in the end
+        from others; `end`: of the chain to be on."""
+        chain = self._chain(peers)
 
         async def on_chain(offer: StateOffer) -> None:
             if end is not None and self.log.find(offer.digest) is None:
@@ -605,7 +606,7 @@ class StageAverager(PeerService, DecentralizedAverager):
         with self.counting_refusals():
             folder = self.local.folder / "log"
             return await chain.state(
-                peer, folder, after_round=after_round, on_chain=on_chain, hurry=hurry
+                peers[0], folder, after_round=after_round, on_chain=on_chain, hurry=hurry
             )
 
     @in_process

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import random
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.chain.chain_client import (
     RECORDS_LIMIT_S,
     STATE_LIMIT_S,
+    STATES_ASKED,
     AnchorDiffers,
     AnchorLost,
     AnchorWrong,
@@ -268,8 +270,10 @@ class ChainFollower:
         hurry = bool(untried) and len(honest) > 1 and len(self._slow) < MAX_SLOW
         peer = self._chosen(view, untried if hurry else honest)
         logger.info("catching up: taking the newest weights from %s", view.shown(peer))
+        others = [each for each in view.within_reach(honest) if each != peer]
+        asked = [peer, *random.sample(others, min(len(others), STATES_ASKED - 1))]
         future = self._averager.fetch_state(
-            peer, after_round=needed.after_round, hurry=hurry, end=end
+            asked, after_round=needed.after_round, hurry=hurry, end=end
         )
         self._begin(future, lambda found: self._got_state(found, needed))
 

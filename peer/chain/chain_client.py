@@ -55,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 HURRY_S = 3600.0  # a state that would take longer is looked for elsewhere
 RECORDS_LIMIT_S = 600.0  # of all that is taken at once
+STATES_ASKED = 8  # peers that are asked which state they have
 STATE_LIMIT_S = 6 * 3600.0  # of a whole model; a transfer that stalls fails much sooner
 
 Compute = Callable[..., Awaitable[Any]]
@@ -522,7 +523,7 @@ class ChainClient(HeaderClient):
         hurry: bool = False,
     ) -> StateFile:
         """Download a peer's state, newer than `after_round`, into the folder; `hurry` as for
-        `download`.
+        `download`. Where a part of one is there, rather from a holder that has the same one.
 
         on_chain: raises where the record that the state stands on is not on the chain to be on;
         called before its first byte is.
@@ -534,12 +535,41 @@ class ChainClient(HeaderClient):
             CallRefused, RecordRefused: what it sent is not sound.
             EnvironmentFault: no space on the disk.
         """
+        rest = await self._with_the_rest(folder)
+        if rest:
+            with suppress(*REFUSED):  # it may be too old by now: then this peer's will do
+                return await self._state(rest, folder, after_round, on_chain, hurry=False)
+        return await self._state(peer, folder, after_round, on_chain, hurry=hurry)
+
+    async def _state(
+        self,
+        peer: str,
+        folder: Path,
+        after_round: int,
+        on_chain: Callable[[StateOffer], Awaitable[None]],
+        *,
+        hurry: bool,
+    ) -> StateFile:
         offer = await self.offer(peer)
         number = offer.record.round
         if number <= after_round:
             raise NoState(f"{peer} has a state of round {number}, not after {after_round}")
         await on_chain(offer)
         return StateFile(offer, (await self.download(offer, folder, hurry=hurry)).file)
+
+    async def _with_the_rest(self, folder: Path) -> str:
+        """A holder whose state is the one of which the folder has a part, empty if there is none:
+        states are of other rounds, and one may be gigabytes.
+        """
+        begun = {path.stem for path in folder.glob("*.state")}
+        if not begun:
+            return ""
+        asked = self.holders[:STATES_ASKED]
+        told = await asyncio.gather(*map(self._offered, asked), return_exceptions=True)
+        for peer, found in zip(asked, told, strict=True):
+            if not isinstance(found, BaseException) and found[1] in begun:
+                return peer
+        return ""
 
     async def contributors(self, digest: str, teller: str) -> frozenset[str]:
         """Whose values are in a record, as the teller says; nobody's where it does not answer.

@@ -132,11 +132,11 @@ class Behind:
         return self._ask("records", limit_bytes)
 
     def _fetch_state(
-        self, peer: str, *, after_round: int, hurry: bool, end: ChainEnd | None
+        self, peers: Sequence[str], *, after_round: int, hurry: bool, end: ChainEnd | None
     ) -> Any:
         self.ends.append(end)
         self.hurried.append(hurry)
-        self.donors.append(peer)
+        self.donors.append(peers[0])
         return self._ask("state", after_round)
 
     def _ask(self, what: str, fact: int | None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,8 +23,9 @@ from dilocox.peer.chain.chain_client import (
     TakenState,
 )
 from dilocox.peer.chain.record_check import RecordCheck
+from dilocox.peer.chain.snapshot_files import STATE_FACTS_FILE
 from dilocox.peer.chain.store import RoundLog
-from dilocox.peer.chain.uploads import Source, find_in_log
+from dilocox.peer.chain.uploads import Source, find_in_log, open_state
 from dilocox.peer.rounds.record import RecordRefused, parse_header
 from tests.peer.kept_chains import RUN, ChainMaker, manifest_of
 from tests.peer.memory_swarm import MemorySwarm, on_any_chain
@@ -322,6 +324,37 @@ def test_an_offer_that_comes_with_a_body_costs_no_byte_of_it(
     joiner.swarm.finds[PEER] = lying
     with pytest.raises(ConnectionError, match="at most 0 are due"):
         joiner.taken(tmp_path)
+
+
+def test_a_download_that_broke_off_goes_on_with_who_has_the_same_state(
+    maker: ChainMaker, tmp_path: Path
+) -> None:
+    """Snapshots are of other rounds: with anybody else it would begin anew, of gigabytes."""
+    maker.train(0, 1)
+    joiner, kept = Joiner(maker, tmp_path / "log"), tmp_path / "kept"
+    old = maker.snapshot(kept)
+    maker.train(2)
+    maker.snapshot()
+
+    def same(want: dict[str, Any]) -> Source | None:
+        return open_state(kept, want) if want["what"] == "state" else maker.find(want)
+
+    joiner.swarm.finds["QmSame"] = same
+    sha256 = json.loads((old / STATE_FACTS_FILE).read_text())["sha256"]
+
+    def taken(after_round: int) -> tuple[str, int]:
+        (tmp_path / "states").mkdir(exist_ok=True)
+        (tmp_path / "states" / f"{sha256}.state").write_bytes(b"")
+        chain = joiner.chain()
+        chain.holders = [PEER, "QmGone", "QmSame"]
+        taking = chain.state(
+            PEER, tmp_path / "states", after_round=after_round, on_chain=on_any_chain
+        )
+        offer = asyncio.run(taking).offer
+        return offer.peer, offer.round
+
+    assert taken(-1) == ("QmSame", 1)
+    assert taken(1) == (PEER, 2), "that one is too old by now"
 
 
 # ---- serving -------------------------------------------------------------------------------------

@@ -289,7 +289,7 @@ class Members:
             tokens=1 if last is None else last.members[0].tokens,
             tokens_cap=tokens_cap(manifest),
             counted=peers,
-            last_contributors=peers,
+            recent_voters=peers,
             expected=len(peers),
             exchange_s=0.0,
             step_s=0.0,

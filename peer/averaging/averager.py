@@ -212,7 +212,7 @@ class StageAverager(PeerService, DecentralizedAverager):
         if order.alone:
             return self._exchange_alone()
         # as hivemind's `step` does, which would wait for its process without a deadline
-        mode, last = self.mode.value, order.last_contributors
+        mode, last = self.mode.value, order.recent_voters
         ticket = self.serializer.dumps(order.ticket().signed(last, mode, self.local.identity))
         now = hivemind_control.get_dht_time()
         step = StepControl(
@@ -444,7 +444,7 @@ class StageAverager(PeerService, DecentralizedAverager):
             stated = self.serializer.loads(ticket)
         except Exception as error:
             raise GroupRefused(f"a ticket cannot be read: {error!r}") from error
-        last = self._current_order().last_contributors
+        last = self._current_order().recent_voters
         client_mode = mode == AveragingMode.CLIENT.value
         return Ticket.of_peer(peer, stated, last, mode=mode, client_mode=client_mode)
 

@@ -43,7 +43,13 @@ from dilocox.peer.rounds.group import (
 )
 from dilocox.peer.rounds.rank_choice import RoundPlan
 from dilocox.peer.rounds.record import SendFacts, stage_codec
-from dilocox.peer.rounds.standing import VOTING_RECORDS, credits, sitting_out, voters
+from dilocox.peer.rounds.standing import (
+    VOTING_RECORDS,
+    credits,
+    of_last_rounds,
+    sitting_out,
+    voters,
+)
 from dilocox.peer.rounds.vote_count import AloneWatch, Verdict
 
 logger = logging.getLogger(__name__)
@@ -288,8 +294,9 @@ class ExchangeDriver:
     ) -> None:
         local, deadlines, last = self._local, self._deadlines, self._chain.last_record
         contributors = () if last is None else tuple(m.peer for m in last.members)
+        recent = () if last is None else of_last_rounds(last.standings, last.round)
         # who had just come need not be there: it may have come for that alone
-        last_contributors = tuple(sorted(voters(self._credits(contributors))))
+        recent_voters = tuple(sorted(voters(self._credits(recent))))
         if alone or (last is None and self._waited_in_vain >= FIRST_GROUPS):
             # anybody can say that it trains, and stay away: then who comes begins the run, and of
             # two that begin it the operator's archive takes one
@@ -321,7 +328,7 @@ class ExchangeDriver:
             expected=len(expected) if expected <= set(contributors) else None,
             # any other one could gather all, and never begin
             leaders=tuple(sorted(leaders)),
-            last_contributors=last_contributors,
+            recent_voters=recent_voters,
             anchor_before=self._chain.anchor_sha256,
             last=last,
             alone=alone,

@@ -9,7 +9,7 @@ with four members on loopback, 6.7 MB in the three seconds before an exchange of
 - a group closes as soon as it has as many members as any of them expects. A member that expects
   too many lets it wait until its time, as does one that does not know, for somebody is new
   (driver.py), or whom the leader does not know; one that expects too few is overruled by the
-  others, and by the last contributors that are counted;
+  others, and by the voters of late that are counted;
 - who asks first leads: later callers find the leader with one search and join it, and it need not
   look for others. Only where two ask at once, or clocks differ, do leaders meet by searching. Who
   has no vote leads nobody where another one has: it could gather all, and never begin;

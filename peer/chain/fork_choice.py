@@ -26,6 +26,7 @@ from dilocox.dht.records import ClaimRecord
 from dilocox.dht.rpc import BUSY_LIFETIMES, PeerBusy
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.rounds.record import RecordRefused, RoundRecord
+from dilocox.peer.rounds.standing import RECENT_ROUNDS
 
 if TYPE_CHECKING:
     from dilocox.peer.chain.chain_client import Reached
@@ -43,7 +44,7 @@ AGAIN = 0.5  # of the times somebody known is asked who gave nothing, where nobo
 
 class Credit:
     """Who made a chain: in how many of its last records each peer's values are, of those who voted
-    for it, and whose are in the very last one.
+    for it, and whose were so in the very last one, and in the last rounds.
     """
 
     def __init__(self, keepers: Collection[str]):
@@ -51,18 +52,21 @@ class Credit:
         self._keepers = keepers
         self.records: Counter[str] = Counter()
         self.last: set[str] = set()
+        self.recent: set[str] = set()
         self._digest = ""
 
     def look(self, log: RoundLog, head: Tip) -> None:
         """Take in what the log has by now; cheap while its head is the same."""
         if self._digest != head.digest:
-            headers = list[RoundRecord]()
+            made = dict[int, set[str]]()
             for number in log.rounds()[-CREDIT_ROUNDS:]:
                 with suppress(RecordRefused):  # a damaged one
-                    headers += filter(None, [log.header(number)])
-            peers = [_counting(header) for header in headers]
-            self.records = Counter(peer for each in peers for peer in each)
-            self.last = peers[-1] if peers else set()
+                    if (header := log.header(number)) is not None:
+                        made[number] = _counting(header)
+            self.records = Counter(peer for each in made.values() for peer in each)
+            early = max(made, default=0) - RECENT_ROUNDS
+            self.last = made[max(made)] if made else set[str]()
+            self.recent = {peer for number in made if number > early for peer in made[number]}
             self._digest = head.digest
 
     def knows(self, peer: str) -> bool:
@@ -80,7 +84,8 @@ class Trust:
     claim, each counted once for every record that it had a vote in. So does what more than half of
     those claim whose values are in the very last one: they may make the next without the rest
     (`may_start` in rounds/vote_count.py), and who does not follow them can make none while it sees
-    them. Nobody else counts. Whoever has no chain yet takes what the witness vouches for; while
+    them; but no fewer than half of those in the last three rounds, whom that may have left out.
+    Nobody else counts. Whoever has no chain yet takes what the witness vouches for; while
     that is silent, what `stand_ins` do: the bootstraps of its own invite. Empty: nobody is the
     witness, as in a swarm without operator, and every claim counts.
 
@@ -136,7 +141,8 @@ class Trust:
         if told is not None and found is not None:
             self._settled = told.digest
         self._credit.look(log, head)
-        credit, last, is_witness = self._credit.records, self._credit.last, self.is_witness
+        credit, is_witness = self._credit.records, self.is_witness
+        last, recent = self._credit.last, self._credit.recent
         if is_witness:
             self._backed = _backed(view, credit)
         idle = self._idle(view, credit)
@@ -148,13 +154,15 @@ class Trust:
             return view
         if is_witness:
             credit = self._going_on(credit, view, head)
-        behind, of_last = Counter[str](), Counter[str]()
+        behind, of_last, of_recent = Counter[str](), Counter[str](), Counter[str]()
         for peer, claim in view.claims.items():
             behind[claim.digest] += credit[peer]
             of_last[claim.digest] += peer in last
+            of_recent[claim.digest] += peer in recent
         least = credit.total() + (0 if is_witness else 1)
         believed = {digest for digest, count in behind.items() if count and 2 * count >= least}
-        believed |= {digest for digest, count in of_last.items() if 2 * count > len(last)}
+        going_on = {digest for digest, count in of_last.items() if 2 * count > len(last)}
+        believed |= {digest for digest in going_on if 2 * of_recent[digest] >= len(recent)}
         believed.add(head.digest)  # ours: those who have it, too, may give its state
         vouching = {peer: credit[peer] + (peer in last) for peer in view.claims}
         if told is not None and not is_witness:

@@ -84,7 +84,7 @@ class AttemptSetup:
     shares: tuple[Share, ...]  # as `Grid.shares` orders them
     phases: tuple[Phase, ...]
     excluded: tuple[str, ...]  # whom this attempt, a repeated one, leaves out
-    lacking: frozenset[str]  # of the last record's contributors, who is there and did not come
+    lacking: frozenset[str]  # of the voters of late, who is there and did not come
     plan: RoundPlan
     robust: RobustRule
     deadlines: DeadlineSpec  # exchange_s: to move what these ranks move, in all phases together
@@ -246,7 +246,7 @@ class Ticket(SendFacts):
         """As hivemind gathers it; the mode is hivemind's own field.
 
         Every member gets the tickets of all, so they are short: of the counted peers those among
-        `last`, the last record's contributors, as a bitmap; of the others a hash each, and only
+        `last`, the voters of late, as a bitmap; of the others a hash each, and only
         where they matter to `may_start`, because none of `last` is counted.
         """
         among = sorted(set(last))
@@ -345,7 +345,7 @@ class ExchangeOrder(SendFacts):
     matchmaking_limit_s: float
     tokens_cap: int
     counted: tuple[str, ...]
-    last_contributors: tuple[str, ...]
+    recent_voters: tuple[str, ...]
     expected: int | None = None  # peers that should come: with them the group need not wait
     leaders: tuple[str, ...] = ()  # who may gather the group; empty: anybody
     anchor_before: str
@@ -362,7 +362,7 @@ class ExchangeOrder(SendFacts):
         """
         if self.expected is None:
             return None
-        there = set(self.last_contributors) & set(self.counted) - set(self.blamed)
+        there = set(self.recent_voters) & set(self.counted) - set(self.blamed)
         return max(2, self.expected, len(there))
 
     def may_lead(self, peer: str) -> bool:
@@ -370,7 +370,7 @@ class ExchangeOrder(SendFacts):
 
     def knows(self, peer: str) -> bool:
         """Whether this peer reckons with it, or the chain proves it."""
-        return peer in self.counted or peer in self.last_contributors
+        return peer in self.counted or peer in self.recent_voters
 
     def check_length(self, peer: str, ticket: bytes, asked: Mapping[str, bytes]) -> None:
         """Raise GroupRefused for a peer's ticket that is too long, by itself or beside those of
@@ -378,7 +378,7 @@ class ExchangeOrder(SendFacts):
 
         A ticket names counted peers, and its abort peers of the attempt before.
         """
-        peers = len({*self.counted, *self.last_contributors})
+        peers = len({*self.counted, *self.recent_voters})
         if len(ticket) > TICKET_BYTES + TICKET_BYTES_OF_PEER * peers:
             raise GroupRefused(f"a ticket of {len(ticket)} bytes in a swarm of {peers} peers")
         every = {**asked, peer: ticket}
@@ -560,7 +560,7 @@ def taking_part(
 
     order: of any of them. credited: see `credits`. Raises TooFew of those that must be there.
     """
-    plan, last = order.plan, order.last_contributors
+    plan, last = order.plan, order.recent_voters
     before = () if order.last is None else order.last.standings
     tickets = {
         peer: ticket

@@ -25,6 +25,7 @@ from statistics import median
 VOTING_RECORDS = 3
 MOST_CREDITED = 10
 MOST_EXCLUSIONS = 7  # that are counted of one peer: 64 rounds
+RECENT_ROUNDS = 3  # whose voters make the next record
 REMEMBERED_ROUNDS = 5  # that an exclusion is, beyond twice what it cost
 FORGOTTEN_ROUNDS = 100  # after which nothing is known of a peer that was away
 MAX_STANDINGS = 320  # peers that a record remembers
@@ -133,6 +134,22 @@ def voters_before(after: Iterable[Standing], heard: Mapping[str, float]) -> froz
 def sitting_out(before: Iterable[Standing], round_number: int) -> set[str]:
     """Who takes no part in a round, by the record before it."""
     return {each.peer for each in before if each.sits_out(round_number)}
+
+
+def of_last_rounds(standings: Iterable[Standing], last_round: int) -> set[str]:
+    """Of whom a record of this round remembers, those whose values an average of the last rounds
+    held, and who were not left out since.
+
+    More than half of those that have a vote and are there must be in the next group. Were it those
+    of the last record alone, who gathers a group could leave some out of that, and the next one
+    out of the rest.
+    """
+    return {
+        each.peer
+        for each in standings
+        if each.round > last_round - RECENT_ROUNDS and each.credited
+        if not (each.times and each.left_out == each.round)
+    }
 
 
 def ever_credited(standings: Iterable[Standing]) -> set[str]:

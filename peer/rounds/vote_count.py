@@ -130,23 +130,23 @@ def _greedy_cover(ranked: list[str], pairs: set[tuple[str, str]]) -> set[str]:
 def may_start(
     members: Collection[str],
     view_of: Mapping[str, Collection[str]],
-    last_contributors: Collection[str],
+    recent_voters: Collection[str],
 ) -> bool:
     """Whether a gathered group may begin its exchange; if not, all leave before a byte is sent.
 
     `view_of[m]` are the peers that member m counts: those whose stage record says that they train
     or hold unsent tokens, itself included. Whoever is in the group is there, whatever a view says.
-    The group must hold more than half of the last record's contributors that are there, or counted
+    The group must hold more than half of the voters of late that are there, or counted
     by at least half of those that are there: one member's word for peers that nobody else sees is
     not enough, and who is new has none. (So where most of those that are there see nobody of the
     rest, who may be cut off from them, both may start, as when all announcements have lapsed; the
     operator's archive takes one record.)
 
     A group without any of them (the chain is empty, or they are gone) must hold more than half of
-    those that at least half of its members count, and nobody of the last contributors among these.
+    those that at least half of its members count, and nobody of the voters of late among these.
     A member without a view, or with an empty one, stops the group.
     """
-    group, last = set(members), set(last_contributors)
+    group, last = set(members), set(recent_voters)
     if not group or not all(view_of.get(member) for member in group):
         return False
     here, counted = group & last, counted_by(members, view_of, last)
@@ -158,12 +158,12 @@ def may_start(
 def counted_by(
     members: Collection[str],
     view_of: Mapping[str, Collection[str]],
-    last_contributors: Collection[str],
+    recent_voters: Collection[str],
 ) -> set[str]:
-    """Whom at least half of a group count: of those in it that are among the last record's
-    contributors, or of all where none is.
+    """Whom at least half of a group count: of those in it that are among the voters of
+    late, or of all where none is.
     """
-    heard = set(members) & set(last_contributors) or set(members)
+    heard = set(members) & set(recent_voters) or set(members)
     told = Counter(peer for member in heard for peer in set(view_of[member]))
     return {peer for peer, count in told.items() if 2 * count >= len(heard)}
 

@@ -220,15 +220,19 @@ def test_who_was_in_one_record_and_stays_away_need_not_be_there() -> None:
     """A crowd that came once, said that it trains, and never came again stopped the stage."""
     world = World()
     world.view = WITH_ANOTHER
-    me, old = local_peer().me, Standing(peer="", round=0, credited=9)
-    crowd = [f"crowd {place}" for place in range(9)]
+    me, crowd = local_peer().me, [f"crowd {place}" for place in range(9)]
     record = last_record(me, "other", *crowd)
+    old = Standing(peer="", round=record.round, credited=9)
     known = tuple(replace(old, peer=peer) for peer in sorted([me, "other"]))
     known += tuple(replace(old, peer=peer, credited=1) for peer in crowd)
+    known += tuple(
+        Standing(peer=peer, round=record.round - ago, credited=9)
+        for peer, ago in (("left out of the last", 2), ("gone for long", 3))
+    )
     world.chain.last_record = SimpleNamespace(**vars(record) | {"standings": known})
     world.submit()
     world.tick()
-    assert set(world.orders[0].last_contributors) == {me, "other"}
+    assert set(world.orders[0].recent_voters) == {me, "other", "left out of the last"}
     assert set(world.orders[0].leaders) == {me, "other"}
 
 

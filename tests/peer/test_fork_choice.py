@@ -301,6 +301,17 @@ def test_most_of_those_who_made_the_last_record_go_on_without_who_made_most_of_t
         assert counting(trust, stays | alone, Credited(records)) == "aa"
 
 
+def test_two_of_five_make_no_chain_of_their_own_by_leaving_the_others_out_in_turns(
+    clock: TestClock,
+) -> None:
+    """In a group of three that one gathered, and then of two that the other did."""
+    records = {n: (f"r{n}", "abcde") for n in range(9)} | {9: ("aa", "abc")}
+    told = {"a": claim("bad", number=10), "b": claim("bad", number=10)}
+    told |= {name: claim("aa", 500, 9) for name in "cde"}
+    for me in (WITNESS, "me"):
+        assert counting(trust_of(clock, me=me), told, Credited(records)) == "aa"
+
+
 def test_a_crowd_that_was_let_into_one_record_leads_nobody_away(clock: TestClock) -> None:
     """Each sent a vector of zeros, which no gate leaves out; they were most of the last record."""
     records = {n: (f"r{n}", "abc") for n in range(9)} | {9: ("aa", "abcDEFGHIJK")}

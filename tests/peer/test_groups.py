@@ -52,7 +52,7 @@ def order_of(**changes: Any) -> ExchangeOrder:
         "tokens": 100,
         "tokens_cap": 1000,
         "counted": ("a", "b", "c"),
-        "last_contributors": (),
+        "recent_voters": (),
         "exchange_s": 0.5,
         "step_s": 0.25,
         "anchor_before": "a" * 64,
@@ -251,7 +251,7 @@ def test_a_member_whose_ticket_makes_no_sense_is_left_out_and_stops_nobody(
 
 
 def test_a_member_that_counts_nobody_stops_nobody() -> None:
-    changes: dict[str, Any] = {"last_contributors": ("a", "b", "c")}
+    changes: dict[str, Any] = {"recent_voters": ("a", "b", "c")}
     tickets = {"a": TICKET, "b": replace(TICKET, counted=()), "c": TICKET}
     assert [member.peer for member in setup(tickets, **changes).members] == ["a", "b", "c"]
 
@@ -277,7 +277,7 @@ def test_a_group_needs_more_than_half_of_those_that_count_in_every_members_view(
 
 
 def test_the_last_records_contributors_decide_where_they_are_still_there() -> None:
-    changes: dict[str, Any] = {"last_contributors": ("b", "c")}
+    changes: dict[str, Any] = {"recent_voters": ("b", "c")}
     assert "too few" in refusal({"a": TICKET, "b": TICKET}, **changes)
     assert len(setup({"b": TICKET, "c": TICKET}, "b", **changes).members) == 2
 
@@ -285,10 +285,10 @@ def test_the_last_records_contributors_decide_where_they_are_still_there() -> No
 def test_a_group_knows_who_of_the_last_records_contributors_did_not_come() -> None:
     sees = {name: replace(TICKET, counted=tuple(name + "xyz")) for name in "abc"}
     tickets = sees | {"b": replace(TICKET, counted=("b", "z"))}
-    agreed = setup(tickets, last_contributors=("a", "b", "c", "y"))
+    agreed = setup(tickets, recent_voters=("a", "b", "c", "y"))
     assert agreed.lacking == {"y"}, "z was in no record, and most see y"
     tickets |= {"c": replace(TICKET, counted=("c",))}
-    assert not setup(tickets, last_contributors=("a", "b", "c", "y")).lacking
+    assert not setup(tickets, recent_voters=("a", "b", "c", "y")).lacking
 
 
 def test_of_more_members_than_a_record_holds_the_newest_leave_before_a_byte_is_sent() -> None:
@@ -353,7 +353,7 @@ def test_alone_a_peer_that_can_only_dial_out_averages_its_own_part() -> None:
 # ---- the repeated attempt ------------------------------------------------------------------------
 def test_nobody_waits_for_whom_the_first_attempt_blames() -> None:
     """Their record may live on for a while, and they were in the last one."""
-    there: dict[str, Any] = {"last_contributors": ("a", "b", "c")}
+    there: dict[str, Any] = {"recent_voters": ("a", "b", "c")}
     assert order_of(expected=3, **there).whole_with == 3
     assert order_of(expected=2, **there).whole_with == 3  # one that sees too few
     assert order_of(expected=2, blamed=("c",), **there).whole_with == 2
@@ -406,7 +406,7 @@ def test_who_voids_first_attempts_and_comes_to_no_other_is_remembered(
     plan, there = replace(PLAN, attempt=1), names if known else names[:2]
     before = tuple(Standing(peer=each, round=PLAN.round - 1, credited=9) for each in sorted(there))
     last = template(standings=before)
-    order = order_of(plan=plan, counted=names[:2], last=last, last_contributors=tuple(names[:2]))
+    order = order_of(plan=plan, counted=names[:2], last=last, recent_voters=tuple(names[:2]))
     tickets = {
         name: replace(order.ticket(), abort=abort)
         for name, abort in zip(names[:2], (first, second), strict=True)
@@ -424,7 +424,7 @@ def test_whom_most_voters_missed_in_void_attempts_is_left_out_and_remembered(
 ) -> None:
     """Each says so by itself, of names that others need not know; a new key says nothing."""
     known = tuple(Standing(peer=peer, round=PLAN.round - 1, credited=9) for peer in "abcd")
-    there = {"last": template(standings=known), "last_contributors": ("a", "b", "c", "d")}
+    there = {"last": template(standings=known), "recent_voters": ("a", "b", "c", "d")}
     order = order_of(unreliable=("d", "gone"), **there)
     told = Ticket.unpack(order.ticket().pack("abcd"), "abcd", client_mode=False)
     quiet = replace(told, unreliable=())
@@ -442,7 +442,7 @@ def test_who_sits_out_says_nothing_of_others_and_stays_out_where_too_few_would_b
         Standing(peer=peer, round=PLAN.round - 1, credited=9, **(away if peer in "ef" else {}))
         for peer in "abcdef"
     )
-    there: dict[str, Any] = {"last": template(standings=known), "last_contributors": tuple("abcd")}
+    there: dict[str, Any] = {"last": template(standings=known), "recent_voters": tuple("abcd")}
     told = replace(TICKET, counted=tuple("abcd"), unreliable=("d",))
     quiet = replace(told, unreliable=())
     agreed = setup(dict.fromkeys("ab", quiet) | dict.fromkeys("cdef", told), **there)
@@ -454,7 +454,7 @@ def test_who_sits_out_says_nothing_of_others_and_stays_out_where_too_few_would_b
 
 def test_nobody_is_left_out_for_void_attempts_where_too_few_would_be_left() -> None:
     known = tuple(Standing(peer=peer, round=PLAN.round - 1, credited=9) for peer in "abcd")
-    there = {"last": template(standings=known), "last_contributors": ("a", "b", "c", "d")}
+    there = {"last": template(standings=known), "recent_voters": ("a", "b", "c", "d")}
     told = replace(TICKET, counted=("a", "b", "c", "d"), unreliable=("c", "d"))
     agreed = setup(dict.fromkeys("abcd", told), **there)
     assert len(agreed.members) == 4 and agreed.excluded == ()
@@ -463,7 +463,7 @@ def test_nobody_is_left_out_for_void_attempts_where_too_few_would_be_left() -> N
 def test_who_sits_out_is_in_no_group_that_can_go_on_without_it() -> None:
     away = Standing(peer="c", round=PLAN.round - 1, times=2, left_out=PLAN.round - 1)
     last = template(standings=(away,))
-    there: dict[str, Any] = {"last": last, "last_contributors": ("a", "b", "c")}
+    there: dict[str, Any] = {"last": last, "recent_voters": ("a", "b", "c")}
     agreed = setup(dict.fromkeys("abc", TICKET), **there)
     assert [member.peer for member in agreed.members] == ["a", "b"]
     assert agreed.template.standings == last.standings
@@ -482,7 +482,7 @@ def test_a_key_without_a_vote_averages_nothing(attempt: int) -> None:
     """Silent, each voided an attempt; as many as vote had any mean taken that they agreed on."""
     plan = replace(PLAN, round=20, attempt=attempt)
     known = tuple(Standing(peer=peer, round=19, credited=9) for peer in "ab")
-    there: dict[str, Any] = {"plan": plan, "last_contributors": ("a", "b")}
+    there: dict[str, Any] = {"plan": plan, "recent_voters": ("a", "b")}
     tickets = dict.fromkeys("abn", replace(TICKET, plan=plan.key))
     agreed = setup(tickets, **there, last=template(standings=known))
     assert {share.reducer for share in agreed.shares} == {"a", "b"}
@@ -504,7 +504,7 @@ def test_where_voters_average_for_all_they_take_few_new_members() -> None:
         order = order_of(
             plan=plan,
             last=template(standings=tuple(known)),
-            last_contributors=tuple("abcd"),
+            recent_voters=tuple("abcd"),
         )
         tickets = dict.fromkeys([*"abcd", *news], order.ticket())
         tickets["b"] = tickets["new-0"] = replace(order.ticket(), client_mode=True)
@@ -530,7 +530,7 @@ def test_all_of_many_who_join_at_once_are_in_before_what_they_learnt_is_dropped(
             plan=replace(PLAN, round=number),
             counted=members,
             last=template(standings=known),
-            last_contributors=members,
+            recent_voters=members,
         )
         tickets = dict.fromkeys(everybody, order.ticket())
         agreed = attempt_setup(order, MANIFEST, CODEC, "old-0", tickets, group=f"{number}".encode())
@@ -553,7 +553,7 @@ def test_aborts_blame_nobody_in_a_first_attempt(identities: list[Identity], tmp_
 def test_a_ticket_that_would_keep_a_group_from_forming_is_refused() -> None:
     """Its leader sends each member the tickets of all: one of 50 MB took longer than the round."""
     peers = tuple(f"12D3KooW{number:044d}" for number in range(MAX_MEMBERS))
-    order = order_of(counted=peers, last_contributors=peers)
+    order = order_of(counted=peers, recent_voters=peers)
     pack = MSGPackSerializer.dumps
     packed = bytes(pack([None, 0, pack(order.ticket().pack(peers))]) or b"")
     *others, peer = peers

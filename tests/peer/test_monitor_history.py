@@ -11,6 +11,7 @@ import pytest
 
 from dilocox.dht.manifest_revisions import back_to
 from dilocox.peer.chain.round_history import HistoryRow, ModelSample, Named, ToldHistory
+from dilocox.peer.chain.stated import MOST_VOIDS, more_voids
 from dilocox.peer.monitor.history import MAX_REMEMBERED, MAX_SAMPLES, Samples, SwarmHistory
 from tests.peer.fabricated import NOW, ToldSwarm, digest, peer_id, stage_record
 
@@ -181,6 +182,12 @@ def test_a_fault_of_a_replica_is_told_once() -> None:
         swarm.look()
     assert swarm.history.faults_total == 1
     assert texts(swarm) == [f"replica of {head[-6:]}: the link of stage 2 broke"]
+
+
+def test_of_one_peer_no_more_voids_count_than_there_can_be_between_two_looks() -> None:
+    """One that said 0 and 2^53 in turns made a row of the history that nobody could read."""
+    peers = {"a": stage_record(voids=2**53), "b": stage_record(voids=1)}
+    assert more_voids(peers, {"a": 0, "b": 1}) == MOST_VOIDS / 2
 
 
 def test_voids_are_a_mean_over_the_peers_of_a_stage() -> None:

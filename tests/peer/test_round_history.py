@@ -431,20 +431,6 @@ def test_absurd_numbers_of_peers_are_no_part_of_it(bootstrap: Bootstrap) -> None
     assert (found.train, found.validation, found.voids, found.replicas) == (None, None, 0, 0)
 
 
-def test_one_that_counts_voids_up_and_down_makes_no_row_that_nobody_can_read(
-    bootstrap: Bootstrap,
-) -> None:
-    bootstrap.hear()
-    for _ in range(6):
-        for voids in (0, 2**53):
-            bootstrap.hosts[0] = {peer_id(0): stage_record(voids=voids)}
-            bootstrap.hear()
-    bootstrap.commit(0)
-    bootstrap.commit(1)
-    for row in bootstrap.rows():
-        assert parsed_row(list(row)) == row
-
-
 def test_voids_are_those_since_the_round_before(bootstrap: Bootstrap) -> None:
     bootstrap.hear()
     bootstrap.commit(0)

@@ -226,7 +226,7 @@ def test_a_crowd_without_votes_is_left_out_and_not_the_fewer_who_missed_it(voter
         ("", "abc", "", False),
     ],
 )
-def test_group_starts_with_more_than_half_of_the_last_contributors(
+def test_group_starts_with_more_than_half_of_the_recent_voters(
     group: str, counted: str, contributors: str, starts: bool
 ) -> None:
     views = {member: set(counted) for member in group}

@@ -174,7 +174,7 @@ def leads() -> None:
                     nothing, mode, _ = loads(message.gathered[place])
                     order = self._current_order()
                     told = replace(order.ticket(), tokens=random.randrange(1, 1000))
-                    sent = told.signed(order.last_contributors, mode, self.local.identity)
+                    sent = told.signed(order.recent_voters, mode, self.local.identity)
                     message.gathered[place] = dumps([nothing, mode, dumps(sent)])
             yield message
 
@@ -193,7 +193,7 @@ def forges() -> None:
                 if peer not in (self.peer_id.to_bytes(), context.remote_id.to_bytes()):
                     nothing, mode, _ = loads(message.gathered[place])
                     told = replace(order.ticket(), counted=(), tokens=random.randrange(1, 1000))
-                    sent = told.signed(order.last_contributors, mode, self.local.identity)
+                    sent = told.signed(order.recent_voters, mode, self.local.identity)
                     message.gathered[place] = dumps([nothing, mode, dumps(sent)])
             yield message
 
@@ -230,7 +230,7 @@ def chooses() -> None:
 
     @functools.wraps(_join)
     async def lead(self: Any, request: Any, context: Any) -> AsyncIterator[Any]:
-        me, last = str(self.peer_id), self._current_order().last_contributors
+        me, last = str(self.peer_id), self._current_order().recent_voters
         others = sorted({*last} - {me})
         if str(context.remote_id) not in others[: len(last) // 2]:
             yield _message("GROUP_DISBANDED")

@@ -23,8 +23,8 @@ import os
 import random
 import socket
 import time
-from collections.abc import Callable, Collection, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Collection, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, AsyncIterator, cast  # noqa: UP035 - hivemind knows this one only
 
@@ -64,24 +64,18 @@ class _Resolver:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NAMES_AT_ONCE, thread_name_prefix="names")
-        self._running = 0
+        self._jobs = set[Future[Any]]()  # which a thread ends
 
     @property
     def busy(self) -> bool:
-        return self._running >= NAMES_AT_ONCE
+        return len(self._jobs) >= NAMES_AT_ONCE
 
-    async def ips(self, place: TcpAddress) -> list[str]:
-        """Raises OSError, UnicodeError or asyncio.TimeoutError."""
-        job = self._threads.submit(
-            socket.getaddrinfo, place.host, place.port, type=socket.SOCK_STREAM
-        )
-        self._running += 1
-        job.add_done_callback(self._ended)
-        found = await asyncio.wait_for(asyncio.wrap_future(job), DIAL_LIMIT_S)
-        return [str(each[4][0]) for each in found]
-
-    def _ended(self, _: object) -> None:
-        self._running -= 1
+    async def look_up(self, host: str, port: int, *, type: int) -> Any:
+        """As an event loop's `getaddrinfo`."""
+        job = self._threads.submit(socket.getaddrinfo, host, port, type=type)
+        self._jobs.add(job)
+        job.add_done_callback(self._jobs.discard)
+        return await asyncio.wrap_future(job)
 
 
 @functools.cache
@@ -99,11 +93,13 @@ async def working(named: Sequence[str], seen: frozenset[str]) -> tuple[str, ...]
     """
     places = possible(named, seen)
     names = [text for text, place in places.items() if not _is_ip(place.host)]
-    if names and _resolver_of(os.getpid()).busy:
+    resolver = _resolver_of(os.getpid())
+    if names and resolver.busy:
         return None
     for text in names[MAX_NAMES:]:
         del places[text]
-    checked = await asyncio.gather(*(allowed_ips(place, seen) for place in places.values()))
+    asked = (allowed_ips(place, seen, look_up=resolver.look_up) for place in places.values())
+    checked = await asyncio.gather(*asked)
     allowed = {text: ips for text, ips in zip(places, checked, strict=True) if ips}
     dialled = list(allowed)[:MAX_DIALLED]
     greets = await asyncio.gather(*(_greets(allowed[text], places[text].port) for text in dialled))
@@ -127,20 +123,28 @@ def _place(text: str) -> TcpAddress | None:
 
 
 async def allowed_ips(
-    place: TcpAddress, seen: frozenset[str] = frozenset(), *, local_network: bool = False
+    place: TcpAddress,
+    seen: frozenset[str] = frozenset(),
+    *,
+    local_network: bool = False,
+    look_up: Callable[..., Awaitable[Any]] | None = None,
 ) -> list[str]:
     """The IP addresses to dial for this; none if a stranger may not have us do so.
 
     It may name what the internet routes and the addresses `seen`; on a local network all. A name is
-    looked up but once: its owner could answer the second time with another address.
+    looked up but once: its owner could answer the second time with another address. look_up: what
+    does that, if not the event loop.
     """
     if _is_ip(place.host):
         ips = [place.host]
     else:
+        look_up = look_up or asyncio.get_running_loop().getaddrinfo
+        asking = look_up(place.host, place.port, type=socket.SOCK_STREAM)
         try:
-            ips = await _resolver_of(os.getpid()).ips(place)
+            found = await asyncio.wait_for(asking, DIAL_LIMIT_S)
         except (OSError, asyncio.TimeoutError, UnicodeError):
             return []
+        ips = [str(each[4][0]) for each in found]
     if local_network or all(ip in seen or _is_global(ip) for ip in ips):
         return ips
     return []

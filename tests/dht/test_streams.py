@@ -413,10 +413,7 @@ def test_a_handler_whose_caller_has_gone_holds_nothing(ask: Ask, refused: Counte
         held = Echo.held
         assert held() is not None
         await answers.aclose()
-        deadline = asyncio.get_running_loop().time() + LIMIT_S
-        while held() is not None:
-            assert asyncio.get_running_loop().time() < deadline, gc.get_referrers(held())
-            await asyncio.sleep(0.05)
+        await _until(lambda: held() is None)
 
     gc.collect()
     gc.disable()

@@ -1,4 +1,6 @@
-"""What every record from outside must pass: it is sound, of this chain, and a majority made it."""
+"""What every record from outside must pass: it is sound, of this chain, a majority made it, and it
+follows from the one before it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from dilocox.peer.rounds.record import (
     parse_record,
     stage_codec,
 )
-from dilocox.peer.rounds.standing import most_tokens
+from dilocox.peer.rounds.standing import follows, most_tokens
 
 MAX_STATE_HEADER_BYTES = 1 << 16
 
@@ -80,3 +82,24 @@ class RecordCheck:
         except PayloadRefused as error:
             raise RecordRefused(f"a mean cannot be decoded: {error}") from error
         return record
+
+
+def flaws_after(
+    record: RoundRecord, last: RoundRecord | None, first_ranks: tuple[int, ...]
+) -> list[str]:
+    """What of a record does not follow from the one before it, for "round 7: ...".
+
+    last: that record, or its header; None: the manifest, whose codec begins with `first_ranks`.
+    """
+    found = list[str]()
+    tokens = record.tokens + (0 if last is None else last.chain_tokens)
+    if record.chain_tokens != tokens:
+        found.append(f"counts {record.chain_tokens} tokens of the chain, they are {tokens}")
+    if last is not None and record.rules < last.rules:
+        found.append("is under older rules than the record before it")
+    standings = () if last is None else last.standings
+    if not follows(record.standings, standings, record.round, record.heard()):
+        found.append("remembers of peers what does not follow from the record before it")
+    if record.ranks != (first_ranks if last is None else last.next_ranks):
+        found.append("has other ranks than the record before it names")
+    return found

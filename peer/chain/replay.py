@@ -29,7 +29,7 @@ from torch import Tensor
 
 from dilocox.compression.group_quantization import PayloadRefused
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.chain.record_check import MAX_STATE_HEADER_BYTES, RecordCheck
+from dilocox.peer.chain.record_check import MAX_STATE_HEADER_BYTES, RecordCheck, flaws_after
 from dilocox.peer.chain.snapshot_files import (
     PIECE_VALUES,
     bytes_of,
@@ -249,15 +249,8 @@ class _Replay:
     def _check_plan(self, record: RoundRecord, before: RoundRecord | None) -> None:
         """That the record is what had to follow, but for its anchor."""
         here = f"round {record.round}"
-        tokens = record.tokens + (0 if before is None else before.chain_tokens)
-        if record.chain_tokens != tokens:
-            self._flaw(
-                f"{here}: counts {record.chain_tokens} tokens of the chain, they are {tokens}"
-            )
-        if before is not None and record.rules < before.rules:
-            self._flaw(f"{here}: is under older rules than the record before it")
-        if record.ranks != self._plan.ranks_after(before):
-            self._flaw(f"{here}: has other ranks than the record before it names")
+        for flaw in flaws_after(record, before, self._check.codec.first_ranks):
+            self._flaw(f"{here}: {flaw}")
         try:
             follows = self._plan.follows(record, before)
         except (ValueError, PayloadRefused):

@@ -33,6 +33,7 @@ from dilocox.compression.stage_codec import StageCodec
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.files import make_folder, sync, write_atomically
 from dilocox.dht.manifest import Manifest
+from dilocox.peer.chain.record_check import flaws_after
 from dilocox.peer.chain.snapshot_files import STATE_FACTS_FILE, STATE_FILE, newest
 from dilocox.peer.rounds.ballots import check_certificate
 from dilocox.peer.rounds.record import (
@@ -43,7 +44,6 @@ from dilocox.peer.rounds.record import (
     parse_header,
     parse_record,
 )
-from dilocox.peer.rounds.standing import follows
 from dilocox.peer.state_folder import MANIFEST_FILE
 
 logger = logging.getLogger(__name__)
@@ -329,18 +329,8 @@ class RoundLog(Store):
                 f"record {record.round} follows {record.previous[:12]}, the log ends with round "
                 f"{head.round}, {head.digest[:12]}"
             )
-        if record.chain_tokens != head.chain_tokens + record.tokens:
-            raise RecordRefused(f"record {record.round} miscounts the tokens of the chain")
-        last = self.header(head.round)
-        if last is not None and record.rules < last.rules:
-            raise RecordRefused(f"record {record.round} is under older rules than the one before")
-        before = () if last is None else last.standings
-        if not follows(record.standings, before, record.round, record.heard()):
-            raise RecordRefused(
-                f"record {record.round} does not follow in what it remembers of peers"
-            )
-        if record.ranks != (self._codec.first_ranks if last is None else last.next_ranks):
-            raise RecordRefused(f"record {record.round} has other ranks than were planned")
+        for flaw in flaws_after(record, self.header(head.round), self._codec.first_ranks):
+            raise RecordRefused(f"record {record.round} {flaw}")
         self.write(record.round, data, certificate)
 
     def start_from(self, data: bytes, certificate: bytes) -> None:

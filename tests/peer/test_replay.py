@@ -122,7 +122,12 @@ def other_needs(record: RoundRecord) -> RoundRecord:
     )
 
 
+def forgotten_peers(record: RoundRecord) -> RoundRecord:
+    return replace(record, standings=())
+
+
 CHANGES: dict[Change, str] = {
+    forgotten_peers: "remembers of peers what does not follow",
     another_anchor: "applies to the anchor ffffffffffff, the records before it make",
     more_tokens: "counts 31 tokens of the chain, they are 30",
     another_predecessor: "follows the record eeeeeeeeeeee, not",
@@ -133,7 +138,7 @@ CHANGES: dict[Change, str] = {
 }
 
 
-@pytest.mark.parametrize(("change", "words"), sweep(CHANGES.items(), 4))
+@pytest.mark.parametrize(("change", "words"), sweep(CHANGES.items(), 5))
 def test_a_record_that_should_not_follow_is_named(
     maker: ChainMaker, change: Change, words: str
 ) -> None:

@@ -257,7 +257,7 @@ class Coordinator(threading.Thread):
 
     @property
     def applying(self) -> bool:
-        """Whether a record is on its way into the training loop."""
+        """Whether a record or a state is on its way here, or from here into the training loop."""
         return self.chain.busy
 
     @property

@@ -365,7 +365,7 @@ class StageArchive:
             await self._prove()
             self._renew()
         finally:
-            behind = self._book.best(view, self._current.head) is not None
+            behind = self._book.best(view, self._current.head, self._other_chain()) is not None
             told = self._trust.is_witness or not behind
             self.claim = self._own_claim() if told else None
 
@@ -381,7 +381,7 @@ class StageArchive:
 
     # ---- records ---------------------------------------------------------------------------------
     async def _follow(self, view: SwarmView) -> None:
-        ahead = self._book.ahead(view, self._current.head)
+        ahead = self._book.ahead(view, self._current.head, self._other_chain())
         if self._trust.is_witness and self._current.head.round < 0:
             random.shuffle(ahead)  # nobody is known yet: who claims the most may have nothing
         for claim in ahead[:TRIED_AT_ONCE]:
@@ -413,6 +413,9 @@ class StageArchive:
                 self._book.ignore(claim.digest)  # it lost against ours
                 continue
             return
+
+    def _other_chain(self) -> ClaimRecord | None:
+        return self._trust.other_chain(self._current.log, self._current.head)
 
     async def _catch_up(
         self,
@@ -513,7 +516,7 @@ class StageArchive:
                 logger.info("%s: taking the state of round %d", self, offer.record.round)
                 kept = await chain.download(offer, self._folder / "incoming")
             except (RecordRefused, CallRefused):
-                self._book.lied(donors[0])
+                self._spare(donors[0])
                 raise
             state = kept.file, offer.record_bytes, offer.certificate
         number, donor = current.number + 2, donors[0] if state else ""  # a replay may end yet
@@ -537,7 +540,7 @@ class StageArchive:
         if building is None or not building.done():
             return
         self._building = None
-        self._not_before = self._now() + self._pause_s
+        self._not_before = max(self._not_before, self._now() + self._pause_s)
         try:
             generation = building.result()
         except REFUSED as error:
@@ -566,9 +569,12 @@ class StageArchive:
         if proved is False:
             logger.error("alarm: %s: the state of %s is wrong", self, current.donor or "the disk")
             if current.donor:
-                until = self._now() + self._book.lied(current.donor)
-                self._not_before = max(self._not_before, until)
+                self._spare(current.donor)
             self._start_over()
+
+    def _spare(self, donor: str) -> None:
+        """No traffic for one wrong state after the other."""
+        self._not_before = max(self._not_before, self._now() + self._book.lied(donor))
 
     def _adopt(self, generation: Generation) -> None:
         old, self._current = self._current, generation

@@ -310,14 +310,18 @@ class ClaimBook:
         self._busy = 0  # answers in a row
 
     # ---- claims ----------------------------------------------------------------------------------
-    def ahead(self, view: SwarmView, head: Tip) -> list[ClaimRecord]:
+    def ahead(
+        self, view: SwarmView, head: Tip, other_chain: ClaimRecord | None = None
+    ) -> list[ClaimRecord]:
         """What others claim beyond our chain or against it, each digest once, the most tokens
-        first.
+        first; other_chain: as of `best`.
         """
         found, passed = list[ClaimRecord](), set(self._ignored)
         while best := view.best_claim(head.chain_tokens, head.digest, passed):
             found.append(best)
             passed.add(best.digest)
+        if other_chain is not None and other_chain.digest not in passed:
+            found.append(other_chain)
         return found
 
     def best(

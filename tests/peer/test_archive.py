@@ -368,6 +368,21 @@ def test_a_copy_of_the_bootstrap_believes_the_operator_s(
     assert kept.look(donor, stranger, QmWitness=donor.claim()) == donor.claim()
 
 
+def test_a_copy_that_is_on_another_chain_goes_to_the_operator_s_though_it_has_fewer_tokens(
+    donor: ChainMaker, identities: list[Identity], tmp_path: Path
+) -> None:
+    cut_off = maker(identities[1], tmp_path / "cut off")
+    kept = Kept(tmp_path / "kept", donor, cut_off, witness="QmWitness")
+    donor.train(0, 1)
+    cut_off.train(0, 1, 2)
+    kept.swarm.finds["QmWitness"] = cut_off.find
+    assert kept.look(QmWitness=cut_off.claim()) == cut_off.claim()
+    kept.swarm.finds["QmWitness"] = donor.find
+    others = {"QmWitness": donor.claim()}
+    assert kept.look(cut_off, **others) == donor.claim()
+    assert kept.look(cut_off, **others) == donor.claim()
+
+
 def test_a_claim_that_nobody_can_prove_hides_neither_the_others_nor_ours_for_long(
     donor: ChainMaker, tmp_path: Path
 ) -> None:
@@ -525,6 +540,29 @@ def test_who_gave_what_is_no_state_is_asked_again_only_where_nobody_else_has_one
     kept.look(donor, QmLiar=donor.claim(), times=3)
     assert kept.asked("state").count(liar) == 1
     assert kept.archive.claim == donor.claim()
+
+
+def test_where_liars_alone_have_a_state_it_is_not_asked_for_at_each_look(
+    donor: ChainMaker, tmp_path: Path
+) -> None:
+    donor.train(0, 1, 2, 3)
+    donor.snapshot()
+    donor.log.prune(keep=1)
+
+    def too_large(want: dict[str, Any]) -> Source | None:
+        found = donor.find(want)
+        if found is not None and want["what"] == "state":
+            found.facts["size"] = 1 << 40
+        return found
+
+    clock = TestClock()
+    kept = Kept(tmp_path / "kept", now=clock.monotonic)
+    kept.swarm.finds["QmLiar"] = too_large
+    kept.look(QmLiar=donor.claim(), times=6)
+    assert kept.asked("state").count("QmLiar") == 2  # the second time it is known for it
+    clock.now += 31.0  # half a record lifetime
+    kept.look(QmLiar=donor.claim(), times=6)
+    assert kept.asked("state").count("QmLiar") == 3
 
 
 def test_a_broken_download_goes_on_after_a_restart_from_its_last_right_chunk(

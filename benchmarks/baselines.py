@@ -55,7 +55,7 @@ from benchmarks.baseline_runs import (
     Result,
     run,
 )
-from benchmarks.report import Column, Report, parser
+from benchmarks.report import SPREAD, Column, Report, parser
 from tests.swarm.links import available
 
 WITHOUT_NETWORK = (PLAIN, ALONE)  # what they do does not depend on the link
@@ -159,19 +159,20 @@ def _mean(results: Sequence[Result], value: Callable[[Result], float | None]) ->
     return fmean(found for each in results if (found := value(each)) is not None)
 
 
-def spread(values: Sequence[float], form: str) -> str:
-    """Their mean, and half the distance from the least to the most."""
+def spread(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """Their mean, and half the distance from the least to the most; None where there is none."""
     if not values:
-        return "-"
-    half = (max(values) - min(values)) / 2
-    return f"{fmean(values):{form}}" + (f" ±{half:{form}}" if len(values) > 1 else "")
+        return None, None
+    return fmean(values), (max(values) - min(values)) / 2 if len(values) > 1 else None
 
 
 def table(report: Report, results: Results, lines: Sequence[str], at: tuple[float, float]) -> None:
     """Print everything."""
     columns = [
-        Column("link"), Column("contestant"), Column("runs"), Column("H"), Column("tokens/s"),
-        Column("of plain"), Column("computing", ".1%"), Column("B/token", ",.2f"),
+        Column("link"), Column("contestant"), Column("runs"), Column("H"),
+        Column("tokens/s", ",.0f"), Column(SPREAD, ",.0f"),
+        Column("of plain", ".1%"), Column(SPREAD, ".1%"),
+        Column("computing", ".1%"), Column("B/token", ",.2f"),
         Column(f"at {at[0] / 1e3:g}k tokens", ".3f"), Column(f"at {at[1]:g} s", ".3f"),
     ]  # fmt: skip
     rows: list[list[object]] = []
@@ -188,8 +189,8 @@ def table(report: Report, results: Results, lines: Sequence[str], at: tuple[floa
                     contestant,
                     f"{len(good)}" + "".join(f", {text.split(':')[0]}" for text in failed),
                     _steps(good),
-                    spread([_speed(each) for each in good], ",.0f"),
-                    spread(results.ratios(contestant, line, PLAIN), ".1%"),
+                    *spread([_speed(each) for each in good]),
+                    *spread(results.ratios(contestant, line, PLAIN)),
                     _mean(good, lambda each: each.computing) if good else None,
                     fmean(sent)
                     if (sent := [each.bytes_per_token for each in good if each.bytes_per_token])
@@ -226,25 +227,24 @@ def processors(report: Report, results: Results, lines: Sequence[str]) -> None:
 
 def claimed(
     results: Results, lines: Sequence[str], peers: int
-) -> list[tuple[str, str, str, int, str]]:
+) -> list[tuple[str, float, float | None, float | None, int, str]]:
     """Of each claim that both contestants of it ran for: what it says, the least that is expected,
-    what was measured, in how many turns, the verdict.
+    what was measured and half its spread, in how many turns, the verdict.
     """
     wanted = (
         *EXPECTED,
         *((OURS, PLAIN, line, 0.95) for line in lines),
         (ALONE, PLAIN, lines[0], 0.98),
     )
-    rows: list[tuple[str, str, str, int, str]] = []
+    rows: list[tuple[str, float, float | None, float | None, int, str]] = []
     for contestant, other, line, least in wanted:
         ratios = results.ratios(contestant, line, other)
         if not ratios:
             continue
         where = "" if contestant in WITHOUT_NETWORK else f", {_words(line)}"
         what = f"{contestant} over {other}{where}" + f", {peers} peers" * (peers != PEERS)
-        form = ".3f" if least < 2 else ",.1f"
         verdict = "reached" if fmean(ratios) >= least else "MISSED"
-        rows.append((what, f"{least:g}", spread(ratios, form), len(ratios), verdict))
+        rows.append((what, least, *spread(ratios), len(ratios), verdict))
     return rows
 
 
@@ -262,8 +262,9 @@ def claims(report: Report, results: Sequence[Result], lines: Sequence[str]) -> N
     report.table(
         [
             Column("claim"),
-            Column("expected, at least"),
-            Column("measured"),
+            Column("expected, at least", "g"),
+            Column("measured", ",.3f"),
+            Column(SPREAD, ",.3f"),
             Column("turns"),
             Column("verdict"),
         ],

@@ -17,8 +17,9 @@ its own and 4 windows of 512 tokens an inner step; OpenDiLoCo's inner AdamW (4e-
                     the manifest's outer step
     Muon            inner Muon instead of AdamW, synchronous with 16 bits, and ours with 4 and 2
 
-Each row is a process of its own: while one averages on the CPU, others train on the GPU (several
-with Muon failed on one card, docs/results.md: run those one by one, with --only and --prepared).
+Each row is a process of its own: while one averages on the CPU, others train on the GPU. Several
+with Muon failed on one card (docs/results.md): its rows run only by --only, one by one, with
+--prepared.
 Inner steps, clipping, codecs, outer step and merge are those of peers (`dilocox.local_swarm`),
 means are added up on the GPU. The loss is the anchor's; at its last point a row's record in flight
 has arrived. Where the time is over before all rows are done, the table ends at the tokens that were
@@ -482,13 +483,14 @@ def main() -> None:
     made.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     made.add_argument("--compile", action="store_true", help="layers run compiled")
     made.add_argument("--prepared", type=Path, help="where text and windows are kept for reruns")
-    made.add_argument("--only", nargs="+", metavar="NAME", help="of the rows these alone")
+    made.add_argument("--only", nargs="+", metavar="NAME", help="these rows; all with AdamW")
     report, arguments = Report.parse(made, "one-gpu")
     size, steps = (QUICK, 12) if arguments.quick else (Size(), arguments.steps)
     rows = {row.name: row for row in contestants(size)}
     if unknown := set(arguments.only or ()) - rows.keys():
         made.error(f"no such row: {', '.join(sorted(unknown))}; there are {', '.join(rows)}")
-    chosen = [rows[name] for name in arguments.only or rows]
+    with_adamw = [name for name, row in rows.items() if row.inner is not MUON]
+    chosen = [rows[name] for name in arguments.only or with_adamw]
     with tempfile.TemporaryDirectory() as folder:
         prepared = arguments.prepared or Path(folder)
         began = time.monotonic()

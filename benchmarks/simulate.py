@@ -14,6 +14,7 @@ chain has two records after the same one, or if a restless stage stands still at
 
     committed          share of all rounds that ended with a record
     every head         share of the records that hold the head's tokens that is in the fewest
+    a look takes       what a coordinator's step takes in a campaign's schedule; - of all
 
 With --liars one member of each stage lies from the seventh round on, or one of one or two
 bootstraps, to a swarm of five heads of which one joins later. The columns are what the others have:
@@ -61,6 +62,14 @@ COLUMNS = (
     *(Column(name, ".1%") for name in ("committed", "every head")),
     Column("conserved"),
     Column("seconds", ".1f"),
+)
+CAMPAIGN_COLUMNS = (
+    Column("records applied at"),
+    Column("a look takes, s", "g"),
+    Column("schedules", "d"),
+    Column("rounds", "d"),
+    Column("committed", ".1%"),
+    Column("not sound", "d"),
 )
 LIAR_ROUNDS = 14
 LIAR_COLUMNS = (
@@ -157,24 +166,28 @@ def campaign(
     drawn = [_small(seed) if small else schedule(seed) for seed in range(first, first + schedules)]
     scenarios = [replace(each, apply=apply) if apply else each for each in drawn]
     broken: list[int] = []
-    committed, rounds = Counter[Apply](), Counter[Apply]()
+    played: dict[tuple[Apply, float | None], list[int]] = {}
     began = time.monotonic()
     with ProcessPoolExecutor() as pool:
-        played = zip(scenarios, pool.map(play, scenarios, chunksize=5), strict=True)
-        for number, (scenario, outcome) in enumerate(played):
-            committed[scenario.apply] += outcome.committed
-            rounds[scenario.apply] += outcome.rounds
-            if not sound(outcome) or (small and not goes_on(outcome)):
-                broken.append(first + number)
-            if (number + 1) % TOLD_EVERY == 0 or number + 1 == schedules:
-                shares = ", ".join(
-                    f"{committed[rule] / max(1, count):.1%} of {count} rounds by {rule} committed"
-                    for rule, count in sorted(rounds.items())
-                )
-                report.say(
-                    f"{number + 1} schedules, {shares}, {len(broken)} not sound, "
-                    f"{time.monotonic() - began:.0f} s"
-                )
+        outcomes = zip(scenarios, pool.map(play, scenarios, chunksize=5), strict=True)
+        for number, (scenario, outcome) in enumerate(outcomes, start=1):
+            failed = not sound(outcome) or (small and not goes_on(outcome))
+            if failed:
+                broken.append(first + number - 1)
+            for look_s in (None, scenario.tick_s):  # of all of the rule, and by what a look takes
+                counts = played.setdefault((scenario.apply, look_s), [0, 0, 0, 0])
+                for place, more in enumerate((1, outcome.rounds, outcome.committed, int(failed))):
+                    counts[place] += more
+            if number % TOLD_EVERY == 0 and number < schedules:
+                seconds = time.monotonic() - began
+                report.say(f"{number} schedules, {len(broken)} not sound, {seconds:.0f} s")
+    rows = [
+        (rule, look_s, count, rounds, committed / max(1, rounds), failed)
+        for (rule, look_s), (count, rounds, committed, failed) in sorted(
+            played.items(), key=lambda item: (item[0][0], -1 if item[0][1] is None else item[0][1])
+        )
+    ]
+    report.table(CAMPAIGN_COLUMNS, rows, part="restless" if small else "campaign")
     for seed in broken:
         report.say(f"seed {seed} is not sound")
     return 1 if broken else 0
@@ -300,6 +313,8 @@ def main() -> int:
     )
     made.add_argument("--json", action="store_true", help="one line of it, which --heads prints")
     arguments = made.parse_args()
+    if arguments.quick and (arguments.campaign or arguments.heads is not None):
+        made.error("--quick shortens the table and --liars alone; give --campaign fewer schedules")
     logging.disable(logging.ERROR)
     if arguments.heads is not None:
         scenario = of(arguments, arguments.heads, arguments.round_s, arguments.rounds or ROUNDS)

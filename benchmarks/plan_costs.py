@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.report import Column, Report, parser
 from dilocox.compression.group_quantization import GroupCodec
-from dilocox.dht.rpc import Client, chunk_of, handler_name, reply
+from dilocox.dht.rpc import Client, answer_of, chunk_of, handler_name
 from dilocox.peer.rounds.robust import LEAST_GATED, likeness
 from dilocox.peer.rounds.shares import Reduction, combine, decode, encode
 
@@ -73,7 +73,7 @@ async def moving_s(payload: bytes) -> list[float]:
         held = bytearray()
         async for frame in frames:
             held += chunk_of(frame)
-        return reply({})
+        return answer_of({})
 
     name = handler_name(SPACE, "rpc_put")
     await receiver.add_protobuf_handler(name, take, runtime_pb2.ExpertRequest, stream_input=True)

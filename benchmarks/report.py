@@ -186,7 +186,11 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
         description=(doc or "").splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    made.add_argument("--quick", action="store_true", help="the shortest form, in a minute or two: its figures say nothing")
+    made.add_argument(
+        "--quick",
+        action="store_true",
+        help="the shortest form, in a minute or two: its figures say nothing",
+    )
     made.add_argument("--out", type=Path, help="folder for CSV files and plots")
     return made
 

@@ -34,7 +34,15 @@ from hivemind.proto import runtime_pb2
 from dilocox.dht.addresses import Reachability, ReachKind
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.invite import MAX_INVITE_ADDRESSES, TcpAddress, invite_addresses, listen_address
-from dilocox.dht.rpc import CallRefused, RequestLimit, chunk_of, pack, refusal_kind, reply, unpack
+from dilocox.dht.rpc import (
+    CallRefused,
+    RequestLimit,
+    answer_of,
+    chunk_of,
+    facts_of,
+    refusal_kind,
+    request_of,
+)
 from dilocox.dht.streams import accept
 from dilocox.dht.upload_limit import CHUNK_BYTES
 
@@ -242,7 +250,7 @@ class Probe(ServicerBase):
         """
         caller = str(context.remote_id)
         try:
-            want = unpack(request)
+            want = facts_of(request)
             of_another = "seen" in want
             if not of_another:
                 self._dial_backs.check(caller)
@@ -261,7 +269,7 @@ class Probe(ServicerBase):
             others = [peer for peer in others if self._knows(peer)] or others
             self._dialling += 1
             try:
-                return reply(await self._verdict(texts(want.get("addresses")), seen, others))
+                return answer_of(await self._verdict(texts(want.get("addresses")), seen, others))
             finally:
                 self._dialling -= 1
         except CallRefused as refused:
@@ -290,7 +298,7 @@ class Probe(ServicerBase):
 
     def _refused(self, error: Exception) -> runtime_pb2.ExpertResponse:
         self._refuse(refusal_kind(error))
-        return reply({"refused": str(error) or "nothing came"})
+        return answer_of({"refused": str(error) or "nothing came"})
 
     # ---- how fast is the way ---------------------------------------------------------------------
     async def rpc_bandwidth_down(
@@ -299,15 +307,15 @@ class Probe(ServicerBase):
         """Send until the time that was asked for is over, within the bounds."""
         try:
             with self._link(context):
-                limit_s = unpack(request).get("seconds")
+                limit_s = facts_of(request).get("seconds")
                 if not isinstance(limit_s, (int, float)):
                     raise CallRefused("no number of seconds")
-                yield reply({})
+                yield answer_of({})
                 end = time.monotonic() + min(limit_s, BANDWIDTH_LIMIT_S)
                 for _ in range(BANDWIDTH_LIMIT_BYTES // len(CHUNK)):
                     if time.monotonic() >= end:
                         break
-                    yield reply({}, CHUNK)
+                    yield answer_of({}, CHUNK)
         except CallRefused as refused:
             yield self._refused(refused)
 
@@ -329,7 +337,7 @@ class Probe(ServicerBase):
                         left_s = started + BANDWIDTH_LIMIT_S - time.monotonic()
                         frame = await asyncio.wait_for(anext(frames), max(0.0, left_s))
                         taken += len(chunk_of(frame))
-                return reply({"bytes": taken, "seconds": time.monotonic() - started})
+                return answer_of({"bytes": taken, "seconds": time.monotonic() - started})
         except (CallRefused, StopAsyncIteration, asyncio.TimeoutError) as refused:
             return self._refused(refused)
 
@@ -356,7 +364,7 @@ class Probe(ServicerBase):
     async def rpc_clock(
         self, request: runtime_pb2.ExpertRequest, context: P2PContext
     ) -> runtime_pb2.ExpertResponse:
-        return reply({"time": self._now()})
+        return answer_of({"time": self._now()})
 
 
 # ---- calls ---------------------------------------------------------------------------------------
@@ -365,7 +373,7 @@ async def asked_to_dial(
 ) -> dict[str, Any]:
     """What a peer answers to a dial-back; raises ConnectionError."""
     stub: Any = Probe.get_stub(p2p, peer)
-    return answered(await called(peer, stub.rpc_dial_back(pack(question)), limit_s))
+    return answered(await called(peer, stub.rpc_dial_back(request_of(question)), limit_s))
 
 
 async def called(peer: PeerID, call: Any, limit_s: float) -> Any:
@@ -382,7 +390,7 @@ async def called(peer: PeerID, call: Any, limit_s: float) -> Any:
 def answered(frame: Any) -> dict[str, Any]:
     """What an answer holds; ConnectionError if it is malformed or says no."""
     try:
-        answer = unpack(frame)
+        answer = facts_of(frame)
     except CallRefused as error:
         raise ConnectionError(f"a malformed answer: {error}") from error
     if "refused" in answer:
@@ -566,7 +574,7 @@ async def measure_bandwidth(p2p: P2P, peer: PeerID, *, limit_s: float = 10.0) ->
 async def ask_time(p2p: P2P, peer: PeerID, *, limit_s: float = 3.0) -> float:
     """A peer's run time in seconds; raises ConnectionError if it does not answer."""
     stub: Any = Probe.get_stub(p2p, peer)
-    told = answered(await called(peer, stub.rpc_clock(pack({})), limit_s)).get("time")
+    told = answered(await called(peer, stub.rpc_clock(request_of({})), limit_s)).get("time")
     if not isinstance(told, float):
         raise ConnectionError(f"{peer} told no time")
     return told
@@ -574,7 +582,7 @@ async def ask_time(p2p: P2P, peer: PeerID, *, limit_s: float = 3.0) -> float:
 
 async def _down(p2p: P2P, peer: PeerID, span_s: float) -> float:
     stub: Any = Probe.get_stub(p2p, peer)
-    frames = await stub.rpc_bandwidth_down(pack({"seconds": span_s}))
+    frames = await stub.rpc_bandwidth_down(request_of({"seconds": span_s}))
     answered(await anext(frames))
     taken, started = 0, time.monotonic()
     async for frame in frames:
@@ -588,12 +596,12 @@ async def _up(p2p: P2P, peer: PeerID, span_s: float) -> float:
     stub: Any = Probe.get_stub(p2p, peer)
 
     async def frames() -> AsyncIterator[runtime_pb2.ExpertRequest]:
-        yield pack({})
+        yield request_of({})
         end = time.monotonic() + span_s
         for _ in range(BANDWIDTH_LIMIT_BYTES // len(CHUNK)):
             if time.monotonic() > end:
                 return
-            yield pack({}, CHUNK)
+            yield request_of({}, CHUNK)
 
     answer = answered(await stub.rpc_bandwidth_up(frames()))
     return float(answer["bytes"]) / max(1e-6, float(answer["seconds"]))

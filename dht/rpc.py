@@ -22,7 +22,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-import msgpack  # pyright: ignore[reportMissingTypeStubs]
 import torch
 from hivemind.p2p import P2P, P2PDaemonError, PeerID, ServicerBase
 from hivemind.proto import runtime_pb2
@@ -30,6 +29,7 @@ from hivemind.proto import runtime_pb2
 from dilocox.dht.errors import DilocoxError, EnvironmentFault, reason_of
 from dilocox.dht.node_process import shared_zeros
 from dilocox.dht.upload_limit import CHUNK_BYTES, UploadLimit
+from dilocox.dht.wire import Malformed, pack, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,6 @@ PACE_OVER_S = 60.0
 MAX_METADATA_BYTES = 64 * 1024
 START_LIMIT_S, CLOSE_LIMIT_S = 10.0, 3.0  # of a thread
 MARGIN_S = 1.0  # for a thread that is busy
-BUSY_LIFETIMES = 10  # of a record: so long nobody is busy who has what it claims
 
 
 _NOT_SERVED = re.compile(r"protocols? not supported")
@@ -170,10 +169,7 @@ class TooSlow(ConnectionError):
 
 
 class PeerBusy(ConnectionError):
-    """The peer serves others, as many as it can at once: another may have time.
-
-    Who is busy may well have what it claims, but is not believed for ever: see BUSY_LIFETIMES.
-    """
+    """The peer serves others, as many as it can at once: another may have time."""
 
 
 def refusal_kind(error: Exception) -> str:
@@ -193,22 +189,20 @@ class Blob:
     data: bytes
 
 
-def pack(facts: dict[str, Any], chunk: bytes = b"") -> runtime_pb2.ExpertRequest:
-    return runtime_pb2.ExpertRequest(metadata=packed(facts), tensors=_tensors(chunk))
+def request_of(facts: dict[str, Any], chunk: bytes = b"") -> runtime_pb2.ExpertRequest:
+    return runtime_pb2.ExpertRequest(metadata=pack(facts), tensors=_tensors(chunk))
 
 
-def reply(facts: dict[str, Any], chunk: bytes = b"") -> runtime_pb2.ExpertResponse:
-    return runtime_pb2.ExpertResponse(metadata=packed(facts), tensors=_tensors(chunk))
+def answer_of(facts: dict[str, Any], chunk: bytes = b"") -> runtime_pb2.ExpertResponse:
+    return runtime_pb2.ExpertResponse(metadata=pack(facts), tensors=_tensors(chunk))
 
 
-def unpack(frame: Any) -> dict[str, Any]:
+def facts_of(frame: Any) -> dict[str, Any]:
     """The metadata of a frame; CallRefused if it is no map or too large."""
-    if len(frame.metadata) > MAX_METADATA_BYTES:
-        raise CallRefused(f"{len(frame.metadata)} bytes of metadata")
     try:
-        facts = cast("object", msgpack.unpackb(frame.metadata, strict_map_key=True))  # pyright: ignore[reportUnknownMemberType]
-    except (ValueError, msgpack.UnpackException) as error:
-        raise CallRefused(f"metadata is not msgpack: {error}") from error
+        facts = unpack(frame.metadata, MAX_METADATA_BYTES, max_items=MAX_METADATA_BYTES)
+    except Malformed as error:
+        raise CallRefused(f"metadata: {error}") from error
     if not isinstance(facts, dict):
         raise CallRefused("metadata is not a map")
     return cast("dict[str, Any]", facts)
@@ -216,10 +210,6 @@ def unpack(frame: Any) -> dict[str, Any]:
 
 def chunk_of(frame: Any) -> bytes:
     return b"".join(tensor.buffer for tensor in frame.tensors)
-
-
-def packed(facts: dict[str, Any]) -> bytes:
-    return cast(bytes, msgpack.packb(facts))  # pyright: ignore[reportUnknownMemberType]
 
 
 def _tensors(chunk: bytes) -> list[runtime_pb2.Tensor]:
@@ -282,16 +272,16 @@ class Client:
         """Send something of an exchange; ConnectionError if the peer refuses it."""
 
         async def frames() -> AsyncIterator[runtime_pb2.ExpertRequest]:
-            yield pack(facts | {"bytes": len(payload)})
+            yield request_of(facts | {"bytes": len(payload)})
             for start in range(0, len(payload), CHUNK_BYTES):
                 chunk = payload[start : start + CHUNK_BYTES]
                 await self._limit.spend(len(chunk), first=True)
                 self._sent.add("averaging", len(chunk))
-                yield pack({}, chunk)
+                yield request_of({}, chunk)
 
         # also when the round is decided already: a slow member still needs what it lacks
         with self._limit.exchange():
-            answer = unpack(await self.call(peer, "rpc_put", frames()))
+            answer = facts_of(await self.call(peer, "rpc_put", frames()))
         if refused := answer.get("refused"):
             raise ConnectionError(f"{peer} refused a {facts['kind']}: {refused}")
 
@@ -313,8 +303,8 @@ class Client:
         checked against `limit_bytes` before the first chunk is taken.
         """
         with _reached(peer):
-            stream = self.stream(peer, "rpc_get", pack(want))
-            facts = unpack(await asyncio.wait_for(anext(stream), stall_s))
+            stream = self.stream(peer, "rpc_get", request_of(want))
+            facts = facts_of(await asyncio.wait_for(anext(stream), stall_s))
             if busy := facts.get("busy"):
                 raise PeerBusy(f"{peer} is busy: {str(busy)[:200]}")
             size = facts.get("bytes")

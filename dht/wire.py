@@ -2,7 +2,7 @@
 did not send.
 
 Only plain values pass (no extension types, no objects), text must be UTF-8, map keys must be text.
-Only this file and rpc.py know the msgpack package.
+Only this file knows the msgpack package.
 
 And the envelope that a record travels in: who says it, where, until when, as which in a row, and
 the signature over that. hivemind shows a validator only the hash of a key, so the key itself stands
@@ -40,8 +40,11 @@ def pack(value: object) -> bytes:
         raise Malformed(f"cannot be written as msgpack: {error}") from error
 
 
-def unpack(data: bytes, max_bytes: int) -> object:
-    """Decode `data`; raises `Malformed` if it is over `max_bytes` or not one plain value."""
+def unpack(data: bytes, max_bytes: int, *, max_items: int = MAX_ITEMS) -> object:
+    """Decode `data`; raises `Malformed` if it is over `max_bytes` or not one plain value.
+
+    max_items: of a list or a map.
+    """
     if len(data) > max_bytes:
         raise Malformed(f"{len(data)} bytes, at most {max_bytes} are allowed")
     try:
@@ -52,8 +55,8 @@ def unpack(data: bytes, max_bytes: int) -> object:
                 raw=False,
                 strict_map_key=True,
                 ext_hook=_no_extensions,
-                max_array_len=MAX_ITEMS,
-                max_map_len=MAX_ITEMS,
+                max_array_len=max_items,
+                max_map_len=max_items,
                 max_str_len=max_bytes,
                 max_bin_len=max_bytes,
             ),

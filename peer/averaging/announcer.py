@@ -22,8 +22,6 @@ of the others. Other stages than one's own are looked at once in four intervals.
 
 A key costs nothing, so a crowd of them must not slow down the others: no more peers of a stage
 count than twice as many as are in view of those whose values some average held, and a few.
-
-These are pure rules over numbers and the times that the caller gives.
 """
 
 from __future__ import annotations

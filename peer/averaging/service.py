@@ -29,10 +29,10 @@ from dilocox.dht.rpc import (
     Counts,
     RequestLimit,
     StageServicer,
+    answer_of,
     byte_kind,
     chunk_of,
-    reply,
-    unpack,
+    facts_of,
 )
 from dilocox.dht.streams import accept
 from dilocox.dht.upload_limit import UploadLimit
@@ -121,7 +121,7 @@ class PeerService(StageServicer):
                 accept()
                 with suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(_discard(request), DISCARD_LIMIT_S)
-            return reply({"refused": f"{type(error).__name__}: {error}"[:200]})
+            return answer_of({"refused": f"{type(error).__name__}: {error}"[:200]})
 
     async def _take(
         self, peer: str, request: AsyncIterator[runtime_pb2.ExpertRequest]
@@ -130,7 +130,7 @@ class PeerService(StageServicer):
         first = await anext(aiter(request), None)
         if first is None:
             raise CallRefused("nothing was sent")
-        header = unpack(first)
+        header = facts_of(first)
         attempt = await self.find_attempt(header.get("group"), LATE_GROUP_S)
         part, size = header.get("part"), header.get("bytes")
         kind = str(header.get("kind"))
@@ -147,7 +147,7 @@ class PeerService(StageServicer):
         else:
             mean = mean_from(attempt.members, part, header, payload)
             await (attempt.on_row if kind == "row" else attempt.on_mean)(peer, mean)
-        return reply({})
+        return answer_of({})
 
     async def _payload(
         self, request: AsyncIterator[runtime_pb2.ExpertRequest], part: int, size: int
@@ -185,15 +185,15 @@ class PeerService(StageServicer):
         """Signed votes of a running attempt, or the words of the means that a member holds."""
         self.check_requests(context)
         try:
-            header = unpack(request)
+            header = facts_of(request)
             attempt = await self.find_attempt(header.get("group"))
             if "words" in header:
                 attempt.on_words(str(context.remote_id), header["words"])
             attempt.on_votes([tensor.buffer for tensor in request.tensors[:MAX_VOTES]])
         except ValueError as error:
             self.refused.add("group" if isinstance(error, NoSuchGroup) else "vote")
-            return reply({"refused": str(error)[:200]})
-        return reply({})
+            return answer_of({"refused": str(error)[:200]})
+        return answer_of({})
 
     async def rpc_ask(
         self, request: runtime_pb2.ExpertRequest, context: P2PContext
@@ -201,7 +201,7 @@ class PeerService(StageServicer):
         """How this peer, and those it heard, voted in an attempt."""
         self.check_requests(context)
         try:
-            question = unpack(request)
+            question = facts_of(request)
             number, tried = question["round"], question["attempt"]
             if type(number) is not int or type(tried) is not int:
                 raise CallRefused("no such attempt")
@@ -209,7 +209,7 @@ class PeerService(StageServicer):
             own = self.log.own_vote(number, tried)
         except (ValueError, KeyError, TypeError) as error:
             self.refused.add("question")
-            return reply({"refused": repr(error)[:200]})
+            return answer_of({"refused": repr(error)[:200]})
         votes = [] if attempt is None else attempt.ballots.all_bytes()
         if own is not None and own not in votes:  # cast before this peer was restarted
             votes.append(own)
@@ -217,7 +217,7 @@ class PeerService(StageServicer):
         votes.sort(key=len)
         ends = accumulate(len(vote) + VOTE_MARGIN_BYTES for vote in votes)
         fitting = sum(end <= MAX_METADATA_BYTES - VOTE_MARGIN_BYTES for end in ends)
-        return reply({"votes": votes[:fitting]})
+        return answer_of({"votes": votes[:fitting]})
 
     async def rpc_watch(
         self, request: runtime_pb2.ExpertRequest, context: P2PContext
@@ -225,7 +225,7 @@ class PeerService(StageServicer):
         """To a member of an attempt: a heartbeat every half second, for as long as it can take."""
         self.check_requests(context)
         with self.counting_refusals():
-            group = unpack(request).get("group")
+            group = facts_of(request).get("group")
         peer = str(context.remote_id)
         deadlines = self.local.manifest.deadlines
         end = time.monotonic() + 2 * (deadlines.longest_exchange_s + deadlines.vote_s)
@@ -236,7 +236,7 @@ class PeerService(StageServicer):
             if not is_member and time.monotonic() > forms_until:
                 self.refused.add("group")
                 return
-            yield reply({})
+            yield answer_of({})
             await asyncio.sleep(HEARTBEAT_S)
 
     async def rpc_get(

@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dilocox.dht.records import ClaimRecord
-from dilocox.dht.rpc import BUSY_LIFETIMES, PeerBusy
+from dilocox.dht.rpc import PeerBusy
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.rounds.record import RecordRefused, RoundRecord
 from dilocox.peer.rounds.standing import RECENT_ROUNDS
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from dilocox.peer.chain.chain_client import Reached
     from dilocox.peer.chain.store import RoundLog, Tip
 
+BUSY_LIFETIMES = 10  # of a record: so long nobody is busy who has what it claims
 MAX_NOTED = 1000  # digests or peers
 CREDIT_ROUNDS = 10  # whose contributors stand behind what comes next
 SETTLED_RECORDS = 3  # that the witness vouched for: a fork further back is nobody's to choose

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from statistics import median_low
 from typing import Any, Literal
 
-from dilocox.peer.rounds.record import SHA256, RoundRecord
+from dilocox.peer.rounds.record import SHA256, RoundRecord, rank_span
 from dilocox.peer.rounds.standing import sitting_out
 
 
@@ -51,13 +51,12 @@ class ChainRound:
     def of(cls, header: RoundRecord, digest: str, record_bytes: int) -> ChainRound:
         """From a record's header, which may be anybody's; ValueError if it makes no sense."""
         try:
-            ranks = sorted(int(rank) for rank in header.ranks if rank > 0)
             steps = [round(c.tokens * c.step_s) for c in header.contributions]
             made = cls(
                 round=int(header.round),
                 tokens=int(header.tokens),
                 members=len(header.members),
-                ranks=(ranks[0], median_low(ranks), ranks[-1]) if ranks else None,
+                ranks=rank_span(header.ranks),
                 next_inner_steps=int(header.next_inner_steps),
                 record_bytes=record_bytes,
                 digest=digest,

@@ -21,7 +21,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, BinaryIO
 
-from dilocox.dht.rpc import CHUNK_BYTES, reply, unpack
+from dilocox.dht.rpc import CHUNK_BYTES, answer_of, facts_of
 from dilocox.peer.chain.snapshot_files import CHUNKS_FILE, STATE_FACTS_FILE, STATE_FILE, newest
 from dilocox.peer.chain.store import Store
 
@@ -128,14 +128,14 @@ class Uploads:
         want: dict[str, Any] = {}
         found: Source | None = None
         try:
-            want = unpack(request)
+            want = facts_of(request)
             found = await find(want)
         except OSError:
             refuse("disk")
         except (ValueError, KeyError, TypeError, OverflowError):
             refuse("nonsense")
         if found is None:
-            yield reply({})
+            yield answer_of({})
             return
         # an exchange waits for a mean; what is few bytes is not worth a place
         urgent = want["what"] == "mean" or found.facts["bytes"] <= CHUNK_BYTES
@@ -143,14 +143,14 @@ class Uploads:
         try:
             with found, self.begin(peer, found.file, urgent=urgent) as upload:
                 with upload.being_taken(0):
-                    yield reply(found.facts)
+                    yield answer_of(found.facts)
                 while chunk := upload.read(CHUNK_BYTES):
                     await before_chunk(len(chunk))
                     with upload.being_taken(len(chunk)):
-                        yield reply({}, chunk)
+                        yield answer_of({}, chunk)
         except UploadRefused as error:
             refuse("busy")
-            yield reply({"busy": str(error)})
+            yield answer_of({"busy": str(error)})
 
     @contextmanager
     def begin(self, peer: str, file: BinaryIO, *, urgent: bool) -> Generator[Upload]:

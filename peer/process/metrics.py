@@ -47,8 +47,8 @@ prometheus_client.disable_created_metrics()
 class PeerMetrics:
     """What the reporter tells (`on_event`, `on_status`), and the pages of one peer.
 
-    status: the newest. round: the facts of the newest committed round. compression_error: of the
-    last counted one. committed_at: Unix time. epoch: of its replica, or the last one.
+    status: the newest. round: the facts of the newest committed round, committed_at: when, in
+    Unix time. epoch: of its replica, or the last one.
     """
 
     local: LocalPeer
@@ -61,7 +61,6 @@ class PeerMetrics:
     allowance: Allowance
     status: LoopStatus | None = None
     round: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    compression_error: float | None = None
     committed_at: float | None = None
     epoch: int | None = None
 
@@ -116,8 +115,6 @@ class PeerMetrics:
             case "round":
                 self.round, self.committed_at = facts, time.time()
                 self._rounds.labels(self._stage, facts["outcome"]).inc()
-                if facts["compression_error"] is not None:
-                    self.compression_error = facts["compression_error"]
                 if facts["exchange_s"] is not None:
                     self._exchange.observe(facts["exchange_s"])
                 if facts["matchmaking_s"] is not None:
@@ -272,7 +269,7 @@ METRICS = (
     _Spec(
         "compression_error_ratio",
         "Norm of what the codec lost of the last message, over the norm of the message.",
-        lambda p: p.compression_error,
+        lambda p: p.meter.compression_error,
     ),
     _Spec(
         "residual_norm",

@@ -10,7 +10,8 @@ from typing import Any, cast
 
 from hivemind.proto import runtime_pb2
 
-from dilocox.dht.rpc import CallRefused, Client, pack, packed, unpack
+from dilocox.dht.rpc import CallRefused, Client, facts_of, request_of
+from dilocox.dht.wire import pack
 from dilocox.peer.rounds.group import Mean
 from dilocox.peer.rounds.record import bitmap_of, chosen_in
 
@@ -50,24 +51,26 @@ class GroupCalls:
 
     async def send_votes(self, peer: str, votes: Sequence[bytes]) -> None:
         tensors = [runtime_pb2.Tensor(buffer=vote) for vote in votes]
-        metadata = packed({"group": self._group})
+        metadata = pack({"group": self._group})
         request = runtime_pb2.ExpertRequest(metadata=metadata, tensors=tensors)
         await self._client.call(peer, "rpc_vote", request)
 
     async def send_words(self, peer: str, words: bytes) -> None:
         """Tell a member which means this one holds."""
-        await self._client.call(peer, "rpc_vote", pack({"group": self._group, "words": words}))
+        await self._client.call(
+            peer, "rpc_vote", request_of({"group": self._group, "words": words})
+        )
 
     async def ask_votes(self, peer: str, round_number: int, attempt: int) -> list[bytes]:
         """Ask a member for the votes of this group's attempt that it holds."""
         question = {"group": self._group, "round": round_number, "attempt": attempt}
-        answer = unpack(await self._client.call(peer, "rpc_ask", pack(question)))
+        answer = facts_of(await self._client.call(peer, "rpc_ask", request_of(question)))
         votes = answer.get("votes")
         held = cast("list[object]", votes) if isinstance(votes, list) else []
         return [vote for vote in held if isinstance(vote, bytes)]
 
     async def heartbeats(self, peer: str) -> AsyncIterator[None]:
-        async for _ in self._client.stream(peer, "rpc_watch", pack({"group": self._group})):
+        async for _ in self._client.stream(peer, "rpc_watch", request_of({"group": self._group})):
             yield
 
     async def _push(self, peer: str, facts: dict[str, Any], payload: bytes) -> None:

@@ -24,6 +24,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
+from statistics import median_low
 from typing import Annotated, Final
 
 import torch
@@ -327,6 +328,12 @@ SHA256 = re.compile(r"[0-9a-f]{64}")  # in hex
 def digest_of(data: bytes) -> str:
     """The name of a record: the sha256 of its bytes, in hex."""
     return hashlib.sha256(data).hexdigest()
+
+
+def rank_span(ranks: Sequence[int]) -> tuple[int, int, int] | None:
+    """Smallest, median and largest rank of the factored tensors; None without any."""
+    factored = sorted(rank for rank in ranks if rank > 0)
+    return (factored[0], median_low(factored), factored[-1]) if factored else None
 
 
 def parse_record(data: bytes, codec: StageCodec) -> RoundRecord:

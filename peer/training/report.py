@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from statistics import median_low
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import TypeAdapter
@@ -33,6 +32,7 @@ from dilocox.dht.records import stage_figures
 from dilocox.peer.averaging.loop_status import LoopStatus, OwnContribution
 from dilocox.peer.memory_and_disk import size
 from dilocox.peer.os_process import CLEAR_LINE, counted, strict_json
+from dilocox.peer.rounds.record import rank_span
 from dilocox.peer.training.merge import Outcome
 from dilocox.pipeline.messages import Stepped
 
@@ -531,12 +531,6 @@ class LoopMeter:
             gave=self.gave,
             **facts,
         )
-
-
-def rank_span(ranks: Sequence[int]) -> tuple[int, int, int] | None:
-    """Smallest, median and largest rank of the factored tensors; None without any."""
-    factored = sorted(rank for rank in ranks if rank > 0)
-    return (factored[0], median_low(factored), factored[-1]) if factored else None
 
 
 def _smooth(old: float | None, new: float) -> float:

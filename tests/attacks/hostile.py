@@ -50,7 +50,7 @@ from dilocox.dht.records import (
     replica_key,
     stage_key,
 )
-from dilocox.dht.rpc import REFUSED, handler_name, pack
+from dilocox.dht.rpc import REFUSED, handler_name, request_of
 from dilocox.dht.swarm import Swarm
 from dilocox.dht.upload_limit import CHUNK_BYTES
 from dilocox.dht.validator import RunRecordValidator
@@ -344,7 +344,7 @@ class Hostile:
         while True:
             with suppress(P2PDaemonError, *REFUSED):
                 frames: Any = await p2p.iterate_protobuf_handler(
-                    PeerID.from_base58(peer), name, pack({"what": "state"}), ExpertResponse
+                    PeerID.from_base58(peer), name, request_of({"what": "state"}), ExpertResponse
                 )
                 async for _ in frames:
                     self._chunks += 1

@@ -38,7 +38,7 @@ from dilocox.dht.reachability import (
     measure_bandwidth,
     reached_at,
 )
-from dilocox.dht.rpc import pack, reply
+from dilocox.dht.rpc import answer_of, request_of
 from tests.dht.processes import handles
 
 LIMIT_S = 5.0
@@ -313,8 +313,8 @@ def test_what_a_peer_refuses_to_dial_or_to_measure_is_counted_by_reason(run: Run
         nonsense = runtime_pb2.ExpertRequest(metadata=b"\xc1")
         for call, kind in (
             (lambda: stub.rpc_dial_back(nonsense), "question"),
-            (lambda: stub.rpc_dial_back(pack({"seen": ["8.8.8.8"]})), "question"),
-            (lambda: first(pack({"seconds": "?"})), "question"),
+            (lambda: stub.rpc_dial_back(request_of({"seen": ["8.8.8.8"]})), "question"),
+            (lambda: first(request_of({"seconds": "?"})), "question"),
         ):
             with pytest.raises(ConnectionError, match="refused: "):
                 answered(await call())
@@ -322,7 +322,7 @@ def test_what_a_peer_refuses_to_dial_or_to_measure_is_counted_by_reason(run: Run
             refused.clear()
         own.append(True)
         with pytest.raises(ConnectionError, match="ask later"):
-            answered(await first(pack({"seconds": 1})))
+            answered(await first(request_of({"seconds": 1})))
         assert refused == ["busy"]
 
     refused: list[str] = []
@@ -418,7 +418,7 @@ def test_what_a_bootstrap_says_has_worked_is_an_address_or_does_not_count(run: R
     """One that was none ended the peer's start with an error about an address that it never had."""
 
     async def lie(_request: Any, _context: Any) -> Any:
-        return reply({"worked": worked, "seen": ["?"], "asked": -1})
+        return answer_of({"worked": worked, "seen": ["?"], "asked": -1})
 
     async def scene(peers: list[P2P]) -> None:
         await serve(peers[0], dial_back=lie)
@@ -448,9 +448,9 @@ def test_the_answer_arrives_though_the_end_of_what_was_sent_comes_late(run: Run)
         await serve(peers[0])
 
         async def frames() -> AsyncIterator[Any]:
-            yield pack({})
+            yield request_of({})
             for _ in range(BANDWIDTH_LIMIT_BYTES // len(CHUNK)):
-                yield pack({}, CHUNK)
+                yield request_of({}, CHUNK)
             await asyncio.sleep(0.2)
 
         stub: Any = Probe.get_stub(peers[1], peers[0].peer_id)

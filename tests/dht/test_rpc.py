@@ -23,7 +23,7 @@ from dilocox.dht.rpc import (
     Client,
     RequestLimit,
     TooSlow,
-    reply,
+    answer_of,
 )
 from dilocox.dht.upload_limit import UploadLimit
 
@@ -146,10 +146,10 @@ def test_a_download_that_comes_too_slowly_is_given_up_where_that_was_asked_for(
     chunks = 300
 
     async def answer() -> AsyncIterator[Any]:
-        yield reply({"bytes": chunks * CHUNK})
+        yield answer_of({"bytes": chunks * CHUNK})
         for number in range(chunks):
             now[0] += 1.0 if number < 90 else 10.0  # then it becomes slow
-            yield reply({}, bytes(CHUNK))
+            yield answer_of({}, bytes(CHUNK))
 
     async def opened(*_: Any) -> AsyncIterator[Any]:
         return answer()

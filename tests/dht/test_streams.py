@@ -17,7 +17,7 @@ from hivemind.p2p import P2P, P2PContext, PeerID, ServicerBase
 from hivemind.proto import averaging_pb2, runtime_pb2
 
 from dilocox.dht import streams
-from dilocox.dht.rpc import pack, reply, unpack
+from dilocox.dht.rpc import answer_of, facts_of, request_of
 from dilocox.dht.streams import LEADER_BYTES, MESSAGE_BYTES, OpenStreams, accept
 from tests.dht.processes import handles
 
@@ -38,7 +38,7 @@ class Echo(ServicerBase):
         async for _ in request:
             came += 1
             accept()
-        return reply({"came": came})
+        return answer_of({"came": came})
 
     async def rpc_leave(
         self, request: AsyncIterator[runtime_pb2.ExpertRequest], context: P2PContext
@@ -47,22 +47,22 @@ class Echo(ServicerBase):
         await anext(aiter(request))
         accept()
         await asyncio.sleep(0.2)
-        return reply({})
+        return answer_of({})
 
     async def rpc_shout(
         self, request: runtime_pb2.ExpertRequest, context: P2PContext
     ) -> AsyncIterator[runtime_pb2.ExpertResponse]:
         """More than an answer may have."""
-        yield reply({}, bytes(MESSAGE_BYTES))
+        yield answer_of({}, bytes(MESSAGE_BYTES))
 
     async def rpc_tell(
         self, request: runtime_pb2.ExpertRequest, context: P2PContext
     ) -> AsyncIterator[runtime_pb2.ExpertResponse]:
         """So many answers as are asked for; without end for -1."""
-        left = unpack(request)["answers"]
+        left = facts_of(request)["answers"]
         while left:
             left -= 1
-            yield reply({})
+            yield answer_of({})
             await asyncio.sleep(0.01)
 
     async def rpc_pour(
@@ -70,7 +70,7 @@ class Echo(ServicerBase):
     ) -> AsyncIterator[runtime_pb2.ExpertResponse]:
         """More than all between the two take that nobody reads."""
         for _ in range(1000):
-            yield reply({}, bytes(64 << 10))
+            yield answer_of({}, bytes(64 << 10))
 
     async def rpc_hold(
         self, request: runtime_pb2.ExpertRequest, context: P2PContext
@@ -78,7 +78,7 @@ class Echo(ServicerBase):
         """Holds much while it is listened to."""
         much = Much()
         Echo.held = weakref.ref(much)
-        yield reply({})
+        yield answer_of({})
         await asyncio.sleep(LIMIT_S)
 
 
@@ -140,7 +140,7 @@ async def _answers_again(stub: Any) -> bool:
     """Whether a caller that had all its places gets one within the limit."""
     deadline = asyncio.get_running_loop().time() + LIMIT_S
     while asyncio.get_running_loop().time() < deadline:  # the server hears of an end in its time
-        if [each async for each in await stub.rpc_tell(pack({"answers": 1}))]:
+        if [each async for each in await stub.rpc_tell(request_of({"answers": 1}))]:
             return True
         await asyncio.sleep(0.05)
     return False
@@ -171,10 +171,10 @@ def test_honest_calls_are_answered(ask: Ask, refused: Counter[str]) -> None:
     async def scene(stub: Any, server: P2P, caller: P2P) -> None:
         async def frames() -> AsyncIterator[runtime_pb2.ExpertRequest]:
             for _ in range(20):
-                yield pack({}, bytes(64 << 10))
+                yield request_of({}, bytes(64 << 10))
 
-        assert unpack(await stub.rpc_count(frames()))["came"] == 20
-        answers = await stub.rpc_tell(pack({"answers": 30}))
+        assert facts_of(await stub.rpc_count(frames()))["came"] == 20
+        answers = await stub.rpc_tell(request_of({"answers": 30}))
         assert len([each async for each in answers]) == 30
 
     ask(scene)
@@ -215,7 +215,7 @@ def test_a_request_whose_end_is_cut_off_ends(ask: Ask, refused_soon: Counter[str
 
     async def scene(stub: Any, server: P2P, caller: P2P) -> None:
         reader, writer = await _open(caller, server.peer_id, "rpc_tell")
-        writer.write(_framed(MESSAGE, pack({"answers": 1}).SerializeToString()) + END)
+        writer.write(_framed(MESSAGE, request_of({"answers": 1}).SerializeToString()) + END)
         assert await _ended(reader)
 
     ask(scene)
@@ -231,7 +231,7 @@ def test_a_request_is_followed_by_its_end_and_nothing_else(
     async def scene(stub: Any, server: P2P, caller: P2P) -> None:
         for _ in range(2):  # its places
             reader, writer = await _open(caller, server.peer_id, "rpc_tell")
-            writer.write(_framed(MESSAGE, pack({"answers": -1}).SerializeToString()))
+            writer.write(_framed(MESSAGE, request_of({"answers": -1}).SerializeToString()))
             writer.write(_framed(END, b"") if ends else b"")
             writer.write(7 * _framed(MESSAGE, b""))
             await asyncio.wait_for(reader.read(), LIMIT_S)  # answers, until more came
@@ -272,7 +272,7 @@ def test_what_follows_the_first_message_is_read_once_its_handler_wants_it(
 
     async def scene() -> None:
         reader = asyncio.StreamReader()
-        reader.feed_data(2 * _framed(MESSAGE, pack({}, b"chunk").SerializeToString()))
+        reader.feed_data(2 * _framed(MESSAGE, request_of({}, b"chunk").SerializeToString()))
         bounded = streams.open_streams.bounded(handler, one_message=False)
         await asyncio.wait_for(bounded(Stream(), reader, None), LIMIT_S)
 
@@ -335,7 +335,7 @@ def test_a_caller_that_reads_nothing_of_what_it_is_told_holds_no_handler(
         before = _sockets()
         reader, writer = await _open(caller, server.peer_id, "rpc_pour")
         reader._limit = 1  # type: ignore[attr-defined] # the rest stays in the daemons
-        writer.write(_framed(MESSAGE, pack({}).SerializeToString()) + END + bytes(8))
+        writer.write(_framed(MESSAGE, request_of({}).SerializeToString()) + END + bytes(8))
         await _until(lambda: bool(refused_soon))
         await _until(lambda: _sockets() <= before + 1)  # the caller's own
         assert await _answers_again(stub)
@@ -349,7 +349,7 @@ def test_a_call_of_ours_that_is_given_up_leaves_nothing_to_who_reads_nothing(
 ) -> None:
     async def pour() -> AsyncIterator[Any]:
         while True:
-            yield pack({}, bytes(64 << 10))
+            yield request_of({}, bytes(64 << 10))
 
     async def ignore(stream: Any, reader: Any, writer: Any) -> None:
         reader._limit = 1
@@ -370,7 +370,7 @@ def test_a_call_of_ours_that_is_given_up_leaves_nothing_to_who_reads_nothing(
 
 def test_an_answer_to_a_call_of_ours_has_its_length_too(ask: Ask, refused: Counter[str]) -> None:
     async def scene(stub: Any, server: P2P, caller: P2P) -> None:
-        assert not [each async for each in await stub.rpc_shout(pack({}))]
+        assert not [each async for each in await stub.rpc_shout(request_of({}))]
 
         reader = asyncio.StreamReader(limit=2 * LEADER_BYTES)
         tickets = averaging_pb2.MessageFromLeader(gathered=[bytes(4 << 20)])
@@ -390,7 +390,7 @@ def test_one_caller_has_so_many_streams_at_once_and_gets_its_places_back(
 ) -> None:
     async def scene(stub: Any, server: P2P, caller: P2P) -> None:
         held = [await _open(caller, server.peer_id, "rpc_count") for _ in range(2)]
-        question = pack({"answers": 1}).SerializeToString()
+        question = request_of({"answers": 1}).SerializeToString()
         for _, writer in held:  # they have asked, and do not end
             writer.write(MESSAGE + len(question).to_bytes(8, "big") + question)
         await asyncio.sleep(0.2)
@@ -408,7 +408,7 @@ def test_a_handler_whose_caller_has_gone_holds_nothing(ask: Ask, refused: Counte
     """Though hivemind keeps its traceback, in a circle, until the collector of circles comes."""
 
     async def scene(stub: Any, server: P2P, caller: P2P) -> None:
-        answers = await stub.rpc_hold(pack({}))
+        answers = await stub.rpc_hold(request_of({}))
         await anext(answers)
         held = Echo.held
         assert held() is not None

@@ -12,7 +12,7 @@ from typing import Any, cast
 from dilocox.dht.join import Joined
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.records import ClaimRecord, claim_key
-from dilocox.dht.rpc import Client, unpack
+from dilocox.dht.rpc import Client, facts_of
 from dilocox.peer.chain.archive_keeper import ArchiveService
 from dilocox.peer.chain.uploads import Source
 from tests.peer.kept_chains import RUN
@@ -45,7 +45,7 @@ class MemorySwarm:
         self, peer: Any, _name: str, request: Any, _answer: Any
     ) -> AsyncIterator[Any]:
         """As a handle to p2pd does it."""
-        name, want = str(peer), unpack(request)
+        name, want = str(peer), facts_of(request)
         self.asked.append((name, want))
         if self.before is not None:
             await self.before(name, want)

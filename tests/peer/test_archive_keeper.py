@@ -18,7 +18,7 @@ from hivemind.p2p import P2P
 
 from dilocox.dht.identity import Identity
 from dilocox.dht.records import ClaimRecord, claim_key
-from dilocox.dht.rpc import chunk_of, pack, unpack
+from dilocox.dht.rpc import chunk_of, facts_of, request_of
 from dilocox.peer.chain import archive_keeper
 from dilocox.peer.chain.archive_keeper import Archive, ArchiveService, Keeper
 from dilocox.peer.chain.record_check import RecordCheck
@@ -47,17 +47,17 @@ def test_the_service_answers_as_an_averager_does(donor: ChainMaker, tmp_path: Pa
     async def asked(want: dict[str, Any]) -> list[Any]:
         service = ArchiveService(find, served, refused)
         peer: Any = SimpleNamespace(remote_id=donor.peer)
-        return [each async for each in service.rpc_get(pack(want), peer)]
+        return [each async for each in service.rpc_get(request_of(want), peer)]
 
     digest = donor.log.head().digest
     facts, *chunks = asyncio.run(asked({"what": "record", "digest": digest}))
     data = b"".join(chunk_of(chunk) for chunk in chunks)
     assert data == donor.log.read_bytes(1)
     assert (served, refused) == ({"record": len(data)}, {})
-    assert unpack(facts) == {"bytes": len(data)}
+    assert facts_of(facts) == {"bytes": len(data)}
     for nonsense in ({}, {"what": "record", "digest": "f" * 64}, {"what": "vote"}):
         (answer,) = asyncio.run(asked(nonsense))
-        assert unpack(answer) == {}
+        assert facts_of(answer) == {}
     assert refused == {"nonsense": 1}  # what is not kept is no fault of who asks
     assert [name for name in dir(ArchiveService) if name.startswith("rpc_")] == ["rpc_get"]
 

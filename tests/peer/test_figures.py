@@ -25,9 +25,9 @@ from dilocox.dht.rpc import (
     Client,
     Counts,
     RequestLimit,
-    pack,
-    reply,
-    unpack,
+    answer_of,
+    facts_of,
+    request_of,
 )
 from dilocox.peer.averaging.averager import StageBuffers
 from dilocox.peer.averaging.loop_status import LoopStatus
@@ -255,11 +255,11 @@ def service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> PeerService:
 
 def push(service: PeerService, payload: bytes, **header: Any) -> None:
     async def frames() -> AsyncIterator[Any]:
-        yield pack({"kind": "part", "part": 0, "group": b"g", "bytes": len(payload)} | header)
+        yield request_of({"kind": "part", "part": 0, "group": b"g", "bytes": len(payload)} | header)
         for start in itertools.count(0, CHUNK_BYTES):
             if start >= len(payload):
                 return
-            yield pack({}, payload[start : start + CHUNK_BYTES])
+            yield request_of({}, payload[start : start + CHUNK_BYTES])
 
     asyncio.run(service.rpc_put(frames(), cast(Any, SimpleNamespace(remote_id=PEER))))
 
@@ -279,11 +279,11 @@ def test_of_one_part_one_stream_of_its_sender_is_held(service: PeerService) -> N
     payload, sender = b"x" * CHUNK_BYTES, cast(Any, SimpleNamespace(remote_id=PEER))
 
     async def frames(held: asyncio.Event | None) -> AsyncIterator[Any]:
-        yield pack({"kind": "part", "part": 0, "group": b"g", "bytes": len(payload)})
+        yield request_of({"kind": "part", "part": 0, "group": b"g", "bytes": len(payload)})
         if held is not None:
             held.set()
             await asyncio.Event().wait()
-        yield pack({}, payload)
+        yield request_of({}, payload)
 
     async def go() -> None:
         held = asyncio.Event()
@@ -314,13 +314,15 @@ def test_what_the_service_refuses_is_counted_by_reason(service: PeerService) -> 
 
     async def ask() -> None:
         nobody: Any = SimpleNamespace(remote_id=PEER)
-        await service.rpc_vote(pack({"group": b"g"}, b"no vote"), nobody)
-        await service.rpc_vote(pack({"group": b"another"}, b"no vote"), nobody)
+        await service.rpc_vote(request_of({"group": b"g"}, b"no vote"), nobody)
+        await service.rpc_vote(request_of({"group": b"another"}, b"no vote"), nobody)
         for odd in ({}, {"group": b"g", "round": math.inf, "attempt": 0}):
-            await service.rpc_ask(pack(odd), nobody)
+            await service.rpc_ask(request_of(odd), nobody)
         await service.rpc_put(nothing(), nobody)
         for odd in ({}, {"what": "state", "offset": math.inf}):
-            assert [each async for each in service.rpc_get(pack(odd), nobody)] == [reply({})]
+            assert [each async for each in service.rpc_get(request_of(odd), nobody)] == [
+                answer_of({})
+            ]
 
     asyncio.run(ask())
     assert counted(service.refused) == {
@@ -344,7 +346,7 @@ def test_a_heartbeat_is_for_members_of_the_group(
     async def beats(group: object, peer: str) -> int:
         context: Any = SimpleNamespace(remote_id=peer)
         counted = 0
-        async for _ in service.rpc_watch(pack({"group": group}), context):
+        async for _ in service.rpc_watch(request_of({"group": group}), context):
             counted += 1
             if counted == 20:
                 break
@@ -368,19 +370,19 @@ def test_who_calls_too_often_is_refused_and_holds_up_nobody_else(service: PeerSe
     vars(service)["requests"] = RequestLimit(4, 60.0)
     somebody: Any = SimpleNamespace(remote_id=PEER)
     another: Any = SimpleNamespace(remote_id="another")
-    question = pack({"group": b"of before", "round": 3, "attempt": 0})
+    question = request_of({"group": b"of before", "round": 3, "attempt": 0})
 
     async def scene() -> None:
         for _ in range(4):
             await service.rpc_ask(question, somebody)
         for call in (
             service.rpc_ask(question, somebody),
-            service.rpc_vote(pack({"group": b"g"}), somebody),
-            anext(service.rpc_watch(pack({"group": b"g"}), somebody)),
+            service.rpc_vote(request_of({"group": b"g"}), somebody),
+            anext(service.rpc_watch(request_of({"group": b"g"}), somebody)),
         ):
             with pytest.raises(CallRefused, match="asked too often"):
                 await call
-        assert "votes" in unpack(await service.rpc_ask(question, another))
+        assert "votes" in facts_of(await service.rpc_ask(question, another))
 
     asyncio.run(scene())
     push(service, b"x")
@@ -395,9 +397,9 @@ def test_an_answer_with_many_votes_is_one_that_the_asker_takes(service: PeerServ
     short, long = [bytes([n]) * 225 for n in range(100)], [bytes([n]) * 3000 for n in range(100)]
     ballots = SimpleNamespace(all_bytes=lambda: [*long, *short])
     service.attempts[b"g"] = cast("Any", SimpleNamespace(ballots=ballots))
-    question = pack({"group": b"g", "round": 3, "attempt": 0})
+    question = request_of({"group": b"g", "round": 3, "attempt": 0})
     answer = asyncio.run(service.rpc_ask(question, cast("Any", SimpleNamespace(remote_id=PEER))))
-    told = unpack(answer)["votes"]
+    told = facts_of(answer)["votes"]
     assert set(short) < set(told) < {*short, *long}
 
 

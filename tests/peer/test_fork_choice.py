@@ -11,10 +11,11 @@ from typing import Any, cast
 import pytest
 
 from dilocox.dht.records import ClaimRecord
-from dilocox.dht.rpc import BUSY_LIFETIMES, PeerBusy
+from dilocox.dht.rpc import PeerBusy
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.chain.chain_client import Reached
 from dilocox.peer.chain.fork_choice import (
+    BUSY_LIFETIMES,
     MAX_NOTED,
     STUCK_LIFETIMES,
     ClaimBook,

@@ -18,7 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from dilocox.compression.layout import FlatLayout
 from dilocox.peer.http_pages import Page
 from dilocox.peer.process.metrics import PeerMetrics
-from dilocox.peer.training.report import WAITING, RoundReport, Waiting, rank_span
+from dilocox.peer.rounds.record import rank_span
+from dilocox.peer.training.report import WAITING, RoundReport, Waiting
 from dilocox.peer.training.unsent_progress import CHUNK_VALUES, fingerprint, norm
 from tests.peer.local_peers import RUN, local_peer
 from tests.peer.test_report import REPORT, STATUS
@@ -78,6 +79,7 @@ class Shown:
     def __init__(self) -> None:
         self.meter = SimpleNamespace(
             state="training",
+            compression_error=0.2,
             tokens=640,
             inner_steps=10,
             skipped_steps=1,
@@ -261,13 +263,12 @@ def test_a_committed_round_shows_its_group_ranks_and_compression(shown: Shown) -
     assert shown("matchmaking_duration_seconds_sum") == 4.0
 
 
-def test_a_round_without_this_peer_keeps_the_error_of_the_last_counted_one(shown: Shown) -> None:
+def test_a_round_without_this_peer_is_counted_apart(shown: Shown) -> None:
     shown.round()
     other = replace(REPORT, outcome="followed", members=5, residual_norm=0.5)
     shown.round(other)
     assert shown("rounds_total", outcome="followed") == 1
     assert (shown("group_size"), shown("residual_norm")) == (5, 0.5)
-    assert shown("compression_error_ratio") == 0.2
     assert shown("exchange_duration_seconds_count") == 1  # of the first one
     assert shown("rank", statistic="min") is None  # its record has no factors
     assert shown("compression_ratio") is None

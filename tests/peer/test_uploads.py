@@ -23,8 +23,8 @@ from dilocox.dht.rpc import (
     Counts,
     PeerBusy,
     chunk_of,
-    pack,
-    unpack,
+    facts_of,
+    request_of,
 )
 from dilocox.dht.upload_limit import UploadLimit
 from dilocox.peer.averaging.service import PeerService
@@ -57,7 +57,7 @@ def service(tmp_path: Path) -> PeerService:
 
 
 def answers(service: PeerService, peer: str, want: dict[str, Any]) -> Any:
-    return service.rpc_get(pack(want), cast("Any", SimpleNamespace(remote_id=peer)))
+    return service.rpc_get(request_of(want), cast("Any", SimpleNamespace(remote_id=peer)))
 
 
 def test_who_is_not_admitted_gets_what_is_short(service: PeerService) -> None:
@@ -66,7 +66,9 @@ def test_who_is_not_admitted_gets_what_is_short(service: PeerService) -> None:
     digest = digest_of(RECORD)
 
     async def bytes_for(peer: str, **want: Any) -> int | None:
-        facts = [unpack(frame) async for frame in answers(service, peer, {"digest": digest} | want)]
+        facts = [
+            facts_of(frame) async for frame in answers(service, peer, {"digest": digest} | want)
+        ]
         return facts[0].get("bytes")
 
     async def go() -> None:
@@ -86,7 +88,7 @@ def test_who_is_not_admitted_is_in_no_exchange(service: PeerService) -> None:
     question = {"group": b"g", "round": 0, "attempt": 0}
 
     async def asked(call: str, peer: str) -> object:
-        answer = getattr(service, call)(pack(question), SimpleNamespace(remote_id=peer))
+        answer = getattr(service, call)(request_of(question), SimpleNamespace(remote_id=peer))
         return await (anext(answer) if call == "rpc_watch" else answer)
 
     async def go() -> None:
@@ -107,9 +109,9 @@ def test_who_comes_when_all_places_are_taken_is_told_so(service: PeerService) ->
                 stream = await stack.enter_async_context(
                     aclosing(answers(service, f"Qm{number}", WANT))
                 )
-                assert unpack(await anext(stream)) == {"bytes": len(RECORD)}
+                assert facts_of(await anext(stream)) == {"bytes": len(RECORD)}
                 running.append(stream)
-            (refused,) = [unpack(each) async for each in answers(service, PEER, WANT)]
+            (refused,) = [facts_of(each) async for each in answers(service, PEER, WANT)]
             assert "busy" in refused and "bytes" not in refused
             # what is few bytes comes all the same
             want = WANT | {"what": "certificate"}
@@ -219,7 +221,7 @@ def test_who_takes_by_drops_gives_way_to_one_that_finds_no_place(
             for _ in range(2):  # the facts and a chunk
                 await anext(stream)
                 now[0] += waits_s
-        (refused,) = [unpack(each) async for each in answers(service, PEER, WANT)]
+        (refused,) = [facts_of(each) async for each in answers(service, PEER, WANT)]
         assert "busy" in refused  # the slow one may become faster
         now[0] += STALL_S - 1
         got = b"".join([chunk_of(each) async for each in answers(service, PEER, WANT)])
@@ -304,7 +306,7 @@ def test_the_asker_hears_that_it_may_ask_another(service: PeerService) -> None:
         async def iterate_protobuf_handler(
             self, _peer: Any, _name: str, request: Any, _answer: Any
         ) -> AsyncIterator[Any]:
-            return answers(service, PEER, unpack(request))
+            return answers(service, PEER, facts_of(request))
 
     transport = Client(
         p2p=cast("Any", Daemon()),

@@ -68,6 +68,11 @@ class Fleet:
             optimizer.step(gradients, rate)
         return losses
 
+    def fade_momentum(self, rows: slice, share: float) -> None:
+        """Leave this share of Muon's momentum to these replicas."""
+        for optimizer in self._optimizers:
+            optimizer.fade_momentum(rows, share)
+
     @torch.no_grad()
     def validation_loss(self, weights: Tensor, windows: Tensor) -> float:
         """Mean nats a token of weights [layout.numel] on windows int64 [n, t + 1]."""
@@ -93,7 +98,11 @@ class _Optimizer:
             for name, view in views.items()
         }
         self._views, self._stacked = views, stacked
-        named = [(name, part) for name, parts in self._parameters.items() for part in parts]
+        named = [
+            (f"{row}{name}", part)  # with the row each name is another one, of the same layer
+            for name, parts in self._parameters.items()
+            for row, part in enumerate(parts)
+        ]
         self._optimizer = InnerOptimizer(named, spec)
 
     def step(self, gradients: dict[str, Tensor], rate: float) -> None:
@@ -109,6 +118,15 @@ class _Optimizer:
         for name, parts in self._parameters.items():
             for part, weights in zip(parts, _cut(self._views[name], self._stacked), strict=True):
                 weights.copy_(part.data)
+
+    def fade_momentum(self, rows: slice, share: float) -> None:
+        """Of Muon; AdamW has none."""
+        if self._stacked:
+            return
+        state = self._optimizer.state_dict().tensors
+        for name, parts in self._parameters.items():
+            for row in range(len(parts))[rows]:
+                state[f"momentum_buffer/{row}{name}"].mul_(share)
 
 
 def _cut(tensor: Tensor, stacked: bool) -> list[Tensor]:

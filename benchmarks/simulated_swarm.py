@@ -85,7 +85,8 @@ class Rule:
     robust: how far reducers believe workers, as in the manifest; or `centered`, of
         benchmarks/robust.py. attack: what liars send; nobody lies
         where it is None. half: values travel in fp16 in the place of the codec's 32 bits. way: of
-        benchmarks/trial_averages.py, in the place of the codec.
+        benchmarks/trial_averages.py, in the place of the codec. momentum_kept: the share of Muon's
+        momentum that an arriving record leaves.
     """
 
     merge: Literal["gradients", "none", "reset", "rebase"]
@@ -99,6 +100,7 @@ class Rule:
     attack: Attack | None = None
     half: bool = False
     way: Way | None = None
+    momentum_kept: float = 1.0
     inner: InnerSpec
 
 
@@ -205,6 +207,7 @@ class _Trial:
         rule = trial.rule
         self.averages_gradients = rule.merge == "gradients"
         self._tokens = world.tokens_per_step
+        self._fleet = fleet
         self._weights = fleet.weights[rows]
         self._gradient_bytes = fp16_bytes(world) / world.rounds
         self._all_reduces = 0
@@ -214,8 +217,11 @@ class _Trial:
         """All workers made an inner step."""
         if self.averages_gradients:
             self._all_reduces += 1
-        else:
-            self._swarm.trained(self._tokens)
+            return
+        before, kept = self._swarm.anchor, self.trial.rule.momentum_kept
+        self._swarm.trained(self._tokens)
+        if kept < 1 and self._swarm.anchor is not before:  # a record arrived
+            self._fleet.fade_momentum(self.rows, kept)
 
     def model(self, *, last: bool) -> Tensor:
         """The weights to judge, [n]: the anchor, at the end with what is in flight."""

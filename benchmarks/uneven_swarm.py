@@ -70,6 +70,10 @@ class PacedFleet:
             if steps_now(pace, self._inner_steps, position):
                 fleet.step(windows[rows], rate)
 
+    def fade_momentum(self, rows: slice, share: float) -> None:
+        """Is not tried with several speeds."""
+        raise ValueError("Muon's momentum fades with workers of one speed")
+
     def validation_loss(self, weights: Tensor, windows: Tensor) -> float:
         """Mean nats a token of weights [layout.numel] on windows int64 [n, t + 1]."""
         return self._fleets[0][2].validation_loss(weights, windows)

@@ -177,11 +177,12 @@ class StageRecord(Record):
     computing_share: Number | None = field(
         default=None,
         metadata={
-            "figure": "Of its time since it was first in a replica, in which its stage computed."
+            "figure": "Share of its time since it was first in a replica that its stage computed."
         },
     )
     spare_share: Number | None = field(
-        default=None, metadata={"figure": "Of its time since it began to train, in no replica."}
+        default=None,
+        metadata={"figure": "Share of its time since it began to train that it was in no replica."},
     )
     name: Text = ""
     team: Text = ""

@@ -437,7 +437,13 @@ class StageArchive:
     def _cannot_follow(self, view: SwarmView, claim: ClaimRecord, reach: Reached) -> None:
         if not self._replaces:
             if not reach.too_far:
-                logger.error("alarm: %s: two certified chains; changing to the one with more", self)
+                logger.error(
+                    "alarm: %s: two certified chains; changing to the one %s",
+                    self,
+                    "of the operator's archive"
+                    if self._trust.witnessed(claim.digest)
+                    else "with more tokens",
+                )
             self._drop_building()  # of the chain that is given up
         donors = self._book.donors(holders(view, claim.digest))
         if donors and self._building is None and self._now() >= self._not_before:
@@ -516,7 +522,7 @@ class StageArchive:
                 logger.info("%s: taking the state of round %d", self, offer.record.round)
                 kept = await chain.download(offer, self._folder / "incoming")
             except (RecordRefused, CallRefused):
-                self._spare(donors[0])
+                self._lied(donors[0])
                 raise
             state = kept.file, offer.record_bytes, offer.certificate
         number, donor = current.number + 2, donors[0] if state else ""  # a replay may end yet
@@ -569,11 +575,11 @@ class StageArchive:
         if proved is False:
             logger.error("alarm: %s: the state of %s is wrong", self, current.donor or "the disk")
             if current.donor:
-                self._spare(current.donor)
+                self._lied(current.donor)
             self._start_over()
 
-    def _spare(self, donor: str) -> None:
-        """No traffic for one wrong state after the other."""
+    def _lied(self, donor: str) -> None:
+        """Its state was wrong: no traffic for one such state after the other."""
         self._not_before = max(self._not_before, self._now() + self._book.lied(donor))
 
     def _adopt(self, generation: Generation) -> None:

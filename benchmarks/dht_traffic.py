@@ -123,7 +123,6 @@ def records(run: str, peer: str, stages: int, stage: int = 0) -> dict[str, Recor
             state="training",
             round=17,
             inner_steps=120,
-            digest=DIGEST,
             replica=peer,
             tokens=123_456,
             tokens_per_s=1234.5,
@@ -137,7 +136,6 @@ def records(run: str, peer: str, stages: int, stage: int = 0) -> dict[str, Recor
         claim_key(run, stage): ClaimRecord(
             round=16,
             digest=DIGEST,
-            tokens=1_234_567,
             chain_tokens=1_234_567_890,
             record_bytes=1_234_567,
             rules=0,
@@ -167,7 +165,6 @@ def bell() -> BellRecord:
         round=17,
         finished_at=1_763_640_000.5,
         round_s=612.5,
-        tokens=123_456,
         send_after=1_763_640_100.5,
         scheduled_at=1_763_640_110.5,
     )

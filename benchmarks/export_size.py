@@ -114,7 +114,6 @@ class Donor:
         self.claim = ClaimRecord(
             round=head.round,
             digest=head.digest,
-            tokens=10,
             chain_tokens=head.chain_tokens,
             record_bytes=head.record_bytes,
         )

@@ -147,7 +147,6 @@ class StageRecord(Record):
 
     round: the round it is in.
     inner_steps: H as the last round record of its stage names it.
-    digest: of the last round record it applied (hex).
     replica: peer id of the head of its replica, or empty.
     tokens: behind its unsent progress.
     client_mode: it can only dial out.
@@ -164,7 +163,6 @@ class StageRecord(Record):
     state: Literal["joining", "spare", "training", "left"]
     round: Integer
     inner_steps: Integer
-    digest: Text
     replica: Text
     tokens: Integer
     tokens_per_s: Number
@@ -236,7 +234,6 @@ class BellRecord(Record):
 
     finished_at: run time, in seconds.
     round_s: how long the round took it.
-    tokens: it trained on in this round.
     send_after: run time after which it takes its send, once known.
     scheduled_at: run time of the exchange, once known to this head.
     """
@@ -246,7 +243,6 @@ class BellRecord(Record):
     round: Integer
     finished_at: Number
     round_s: Number
-    tokens: Integer
     send_after: Number | None
     scheduled_at: Number | None
 
@@ -266,7 +262,6 @@ class ClaimRecord(Record):
     """The last round record that a peer holds.
 
     round: -1 for the manifest, which stands before the first.
-    tokens: behind that record.
     chain_tokens: capped tokens of the whole chain.
     record_bytes: its size.
     rules: that it was made under (`operation.rules` of the manifest).
@@ -281,7 +276,6 @@ class ClaimRecord(Record):
 
     round: Integer
     digest: Text
-    tokens: Integer
     chain_tokens: Integer
     record_bytes: Integer
     rules: Integer = 0

@@ -194,7 +194,7 @@ class LyingMember(Honest):
     def _bells(self, number: int) -> dict[str, Record]:
         now = self._world.timeline.now
         bell = BellRecord(
-            round=number, finished_at=now, round_s=1.0, tokens=1, send_after=now, scheduled_at=now
+            round=number, finished_at=now, round_s=1.0, send_after=now, scheduled_at=now
         )
         rung = (bell, replace(bell, round=number + FAR_ROUNDS))
         return {bell_key(self._world.run, each.round): each for each in rung}

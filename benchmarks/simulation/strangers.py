@@ -62,14 +62,12 @@ class Strangers:
             round=number,
             finished_at=now,
             round_s=1.0,
-            tokens=1,
             send_after=now,
             scheduled_at=now,
         )
         claim = ClaimRecord(
             round=number + 1,
             digest="f" * 64,
-            tokens=1,
             chain_tokens=ALL_TOKENS,
             record_bytes=1,
         )
@@ -97,7 +95,6 @@ class Strangers:
                 state="training",
                 round=number,
                 inner_steps=1,
-                digest="f" * 64,
                 replica=name,
                 tokens=1,
                 tokens_per_s=1.0,

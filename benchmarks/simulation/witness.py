@@ -89,7 +89,6 @@ class SimulatedArchive:
         return ClaimRecord(
             round=head.round,
             digest=head.digest,
-            tokens=last.tokens,
             chain_tokens=head.chain_tokens,
             record_bytes=RECORD_BYTES,
             revision=self._revision(),

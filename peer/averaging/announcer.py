@@ -242,7 +242,6 @@ class Announcer:
             state=state,
             round=round_number,
             inner_steps=inner_steps,
-            digest=head.digest,
             replica=own.head,
             tokens=0 if state == "left" else own.unsent_tokens,
             client_mode=local.client_mode,
@@ -256,7 +255,6 @@ class Announcer:
         claim = ClaimRecord(
             round=head.round,
             digest=head.digest,
-            tokens=0 if last is None else last.tokens,
             chain_tokens=head.chain_tokens,
             record_bytes=head.record_bytes,
             rules=0 if last is None else last.rules,

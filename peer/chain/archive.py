@@ -613,7 +613,6 @@ class StageArchive:
         return ClaimRecord(
             round=head.round,
             digest=head.digest,
-            tokens=last.tokens,
             chain_tokens=last.chain_tokens,
             record_bytes=head.record_bytes,
             rules=last.rules,

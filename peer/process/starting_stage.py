@@ -72,7 +72,6 @@ def announce_joining(
         state="left" if gone else "joining",
         round=0,
         inner_steps=0,
-        digest="",
         replica="",
         tokens=0,
         tokens_per_s=0.0,

@@ -416,7 +416,6 @@ class RoundKeeper:
                     round=self.round,
                     finished_at=now,
                     round_s=self.lasted_s + self._carried_s,
-                    tokens=tokens,
                     send_after=None,
                     scheduled_at=None,
                 )

@@ -208,9 +208,7 @@ class SignedRecords:
                 (part_key(self._run, number), PartRecord(part=number, position=0)),
                 (
                     claim_key(self._run, 0),
-                    ClaimRecord(
-                        round=number, digest="ab" * 32, tokens=1, chain_tokens=1, record_bytes=9
-                    ),
+                    ClaimRecord(round=number, digest="ab" * 32, chain_tokens=1, record_bytes=9),
                 ),
             )
         )

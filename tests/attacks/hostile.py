@@ -146,9 +146,7 @@ class Hostile:
         of the keys before its first record.
         """
         digest = digest_of(str(time.time()).encode())
-        claim = ClaimRecord(
-            round=1000, digest=digest, tokens=1, chain_tokens=2**52, record_bytes=1000
-        )
+        claim = ClaimRecord(round=1000, digest=digest, chain_tokens=2**52, record_bytes=1000)
         self._tell(claim_key(self.place.run, 0), claim)
         lifetime_s = self.place.manifest.deadlines.record_lifetime_s
         root = replace(claim, round=-1, digest=self.place.manifest.root, record_bytes=0)
@@ -298,7 +296,6 @@ class Hostile:
         claim = ClaimRecord(
             round=last.round + 1,
             digest=digest,
-            tokens=10**9,
             chain_tokens=last.chain_tokens + KEYS * tokens_cap(self.place.manifest),
             record_bytes=len(data),
         )
@@ -378,7 +375,6 @@ class Hostile:
             round=number,
             finished_at=scheduled_at or 0.0,
             round_s=1.0,
-            tokens=1,
             send_after=scheduled_at,
             scheduled_at=scheduled_at,
         )

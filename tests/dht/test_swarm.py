@@ -303,9 +303,7 @@ def test_memory_of_past_rounds_is_given_up(
     member: Member, dht: FakeDHT, clock: StandingClock, volunteer: Identity, run: str
 ):
     swarm = member(volunteer)
-    bell = BellRecord(
-        round=0, finished_at=0, round_s=1, tokens=1, send_after=None, scheduled_at=None
-    )
+    bell = BellRecord(round=0, finished_at=0, round_s=1, send_after=None, scheduled_at=None)
     used: list[int] = []
     tracemalloc.start()
     try:

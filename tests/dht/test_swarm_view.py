@@ -12,9 +12,7 @@ from tests.pipeline.swarms import stage_record
 
 
 def claim(round_number: int, digest: str, chain_tokens: int = 0) -> ClaimRecord:
-    return ClaimRecord(
-        round=round_number, digest=digest, tokens=1, chain_tokens=chain_tokens, record_bytes=1
-    )
+    return ClaimRecord(round=round_number, digest=digest, chain_tokens=chain_tokens, record_bytes=1)
 
 
 def test_counted_are_those_that_train_or_hold_unsent_tokens_and_oneself() -> None:

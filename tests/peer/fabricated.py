@@ -44,7 +44,6 @@ def stage_record(**changes: Any) -> StageRecord:
         state="training",
         round=4,
         inner_steps=20,
-        digest="",
         replica="",
         tokens=100,
         tokens_per_s=500.0,
@@ -78,7 +77,7 @@ def replica_record(members: Sequence[str], **changes: Any) -> ReplicaRecord:
 
 def claim_record(round_number: int, name: str, chain_tokens: int = 0) -> ClaimRecord:
     return ClaimRecord(
-        round=round_number, digest=name, tokens=10, chain_tokens=chain_tokens, record_bytes=1000
+        round=round_number, digest=name, chain_tokens=chain_tokens, record_bytes=1000
     )
 
 

@@ -217,7 +217,6 @@ class ChainMaker:
         return ClaimRecord(
             round=head.round,
             digest=head.digest,
-            tokens=10,
             chain_tokens=head.chain_tokens,
             record_bytes=head.record_bytes,
         )

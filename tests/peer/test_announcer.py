@@ -101,9 +101,7 @@ def look(looking: Announcer, bells: list[int], *, whole: bool = True) -> bool:
 
 
 def claim(round_number: int) -> ClaimRecord:
-    return ClaimRecord(
-        round=round_number, digest="d", tokens=1, chain_tokens=round_number, record_bytes=1
-    )
+    return ClaimRecord(round=round_number, digest="d", chain_tokens=round_number, record_bytes=1)
 
 
 def bell(round_number: int) -> BellRecord:

@@ -95,7 +95,7 @@ def test_no_fault_of_the_archive_leaves_its_tick(
 def test_what_is_claimed_of_stage_0_names_the_stage_that_is_furthest_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    claim = ClaimRecord(round=17, digest="d", tokens=1, chain_tokens=1, record_bytes=1)
+    claim = ClaimRecord(round=17, digest="d", chain_tokens=1, record_bytes=1)
     keeper = SimpleNamespace(
         running=True,
         claims={0: claim, 1: replace(claim, round=27)},

@@ -154,7 +154,7 @@ class Behind:
     ) -> None:
         """Hear of a chain of so many rounds, begin, and take the answer; two seconds go by."""
         claim = ClaimRecord(
-            round=rounds - 1, digest=digest, tokens=1, chain_tokens=99, record_bytes=record_bytes
+            round=rounds - 1, digest=digest, chain_tokens=99, record_bytes=record_bytes
         )
         self.view = SwarmView(me=self.donor.peer, claims=dict.fromkeys(holders, claim))
         for _ in range(2):
@@ -211,7 +211,7 @@ def test_who_is_ahead_of_all_who_count_where_the_archive_stands_has_strayed(
 ) -> None:
     behind = Behind(ChainMaker(identities[0], tmp_path, manifest_of()), [], witness="QmBoot")
     here = behind.chain.head
-    ahead = ClaimRecord(round=0, digest="d" * 64, tokens=1, chain_tokens=99, record_bytes=1)
+    ahead = ClaimRecord(round=0, digest="d" * 64, chain_tokens=99, record_bytes=1)
     ours = replace(ahead, digest=here.digest, chain_tokens=here.chain_tokens)
 
     def strays(**claims: ClaimRecord) -> dict[str, bool]:

@@ -87,9 +87,7 @@ class Sending:
 
     def hear_of_state(self) -> None:
         """Others are so far ahead that a state is fewer bytes than their records."""
-        claim = ClaimRecord(
-            round=OLDER, digest="d" * 64, tokens=1, chain_tokens=99, record_bytes=10**9
-        )
+        claim = ClaimRecord(round=OLDER, digest="d" * 64, chain_tokens=99, record_bytes=10**9)
         view = SwarmView(me=self.donor.peer, claims={DISTANT: claim})
         for _ in range(2):
             self.coordinator.chain.tick(view, exchanging=False)

@@ -32,9 +32,7 @@ SILENT, BUSY = ConnectionError(), PeerBusy()
 
 
 def claim(digest: str, tokens: int = 600, number: int = 5) -> ClaimRecord:
-    return ClaimRecord(
-        round=number, digest=digest, tokens=1, chain_tokens=tokens, record_bytes=10, rules=0
-    )
+    return ClaimRecord(round=number, digest=digest, chain_tokens=tokens, record_bytes=10, rules=0)
 
 
 def view(**claims: ClaimRecord) -> SwarmView:

@@ -68,7 +68,7 @@ CROWD = [f"fresh {place}" for place in range(12)]
 
 
 def test_a_crowd_that_says_it_leads_replicas_counts_for_nothing() -> None:
-    claim = ClaimRecord(round=3, digest="d", tokens=1, chain_tokens=10**12, record_bytes=1)
+    claim = ClaimRecord(round=3, digest="d", chain_tokens=10**12, record_bytes=1)
     view = SwarmView(
         me="a",
         replicas=of_heads("a", "b", *CROWD),

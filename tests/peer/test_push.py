@@ -68,7 +68,6 @@ class ToldSwarm:
         claim = ClaimRecord(
             digest="ab" * 32,
             round=number,
-            tokens=100,
             chain_tokens=100 * (number + 1),
             record_bytes=1000,
         )
@@ -163,9 +162,7 @@ def test_no_single_peer_says_that_the_run_is_over(
     hub: Hub, swarm: ToldSwarm, tmp_path: Path
 ) -> None:
     swarm.rounds, swarm.peers = [1, 1, 2, 3, 4, 5, 6, 7, 8], 2
-    swarm.liar = ClaimRecord(
-        digest="cd" * 32, round=1, tokens=1, chain_tokens=10**9, record_bytes=1000
-    )
+    swarm.liar = ClaimRecord(digest="cd" * 32, round=1, chain_tokens=10**9, record_bytes=1000)
     assert run_push_command(options(tmp_path, every=100)) == 0
     assert swarm.exported == [1, 8]
 

@@ -151,7 +151,6 @@ def test_claims_of_records_behind_which_the_operator_went_back_are_not_followed(
         return ClaimRecord(
             round=number,
             digest="ab" * 32,
-            tokens=1,
             chain_tokens=1,
             record_bytes=1,
             rules=rules,

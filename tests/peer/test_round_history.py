@@ -275,7 +275,7 @@ def test_a_keeper_says_how_large_the_model_is_and_what_it_writes_now(
     assert keeper.written("Another") == "", "the operator has changed the prompt"
     foxes = "\U0001f98a" * 200  # four bytes each: the claim still fits
     kept.keep_sample(ModelSample(1, 0, 2**53, NOW, foxes, foxes))
-    claim = replace(claim_record(2**53, "a" * 64, 2**53), tokens=2**53, record_bytes=2**53)
+    claim = replace(claim_record(2**53, "a" * 64, 2**53), record_bytes=2**53)
     replace(claim, rules=2**53, revision=2**53, written=keeper.written(foxes)).encode()
     numbers: list[int | None] = []
     for stage in range(2):

@@ -10,7 +10,6 @@ from dilocox.dht.records import BellRecord, ReplicaRecord, StageRecord
 def stage_record(state: Any = "spare", **fields: Any) -> StageRecord:
     plain: dict[str, Any] = {
         "round": 1,
-        "digest": "d",
         "replica": "",
         "inner_steps": 100,
         "tokens": 0,
@@ -49,7 +48,7 @@ def bell_record(
 ) -> BellRecord:
     """times: when the grace ends and when the group meets, if they are known."""
     send_after, scheduled_at = times or (None, None)
-    plain: dict[str, Any] = {"round": 0, "round_s": 40.0, "tokens": 1000}
+    plain: dict[str, Any] = {"round": 0, "round_s": 40.0}
     return BellRecord(
         finished_at=finished_at, send_after=send_after, scheduled_at=scheduled_at, **plain | fields
     )

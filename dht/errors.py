@@ -1,5 +1,5 @@
-"""The two kinds of error a person sees: their own mistake (exit code 2) and their machine's trouble
-(1).
+"""The errors that a person sees: their own mistakes (exit code 2) and their machine's troubles (1),
+each of several kinds.
 
 Each message is one line that names the thing, the value and the remedy. The command line prints it
 without a traceback; anything else that escapes is a bug and keeps its traceback.
@@ -9,6 +9,11 @@ without a traceback; anything else that escapes is a bug and keeps its traceback
 def reason_of(error: Exception) -> str:
     """What an error says, its first line; its kind where it says nothing."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def in_one_line(error: BaseException) -> str:
+    """All that an error says, its lines and indents as spaces; empty where it says nothing."""
+    return " ".join(str(error).split())
 
 
 class DilocoxError(Exception):

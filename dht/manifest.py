@@ -18,7 +18,7 @@ import yaml
 from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from dilocox.dht.errors import InvalidInput, UnreadableManifest
+from dilocox.dht.errors import InvalidInput, UnreadableManifest, in_one_line
 from dilocox.dht.field_rules import CHECKED, Integer, ModelConfiguration, Text, build, shown
 from dilocox.dht.identity import Identity, verify
 from dilocox.dht.invite import run_id as run_id_of
@@ -150,7 +150,7 @@ class Manifest:
         except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
             mark: Any = getattr(error, "problem_mark", None)
             place = f"line {mark.line + 1}: " if mark else ""
-            reason = getattr(error, "problem", None) or " ".join(str(error).split())
+            reason = getattr(error, "problem", None) or in_one_line(error)
             remedy = "; indent with spaces, not tabs" if r"'\t'" in reason else ""
             raise InvalidInput(f"{path}: is not valid YAML ({place}{reason}){remedy}") from error
         if data is None:

@@ -32,7 +32,7 @@ from hivemind.p2p import P2P, P2PContext, PeerID, ServicerBase
 from hivemind.proto import runtime_pb2
 
 from dilocox.dht.addresses import Reachability, ReachKind
-from dilocox.dht.errors import InvalidInput
+from dilocox.dht.errors import InvalidInput, in_one_line
 from dilocox.dht.invite import MAX_INVITE_ADDRESSES, TcpAddress, invite_addresses, listen_address
 from dilocox.dht.rpc import (
     CallRefused,
@@ -383,7 +383,7 @@ async def called(peer: PeerID, call: Any, limit_s: float) -> Any:
     except ConnectionError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())  # p2pd's are long lists of addresses
+        reason = in_one_line(error)  # p2pd's are long lists of addresses
         raise ConnectionError(f"{peer}: {type(error).__name__}: {reason}") from error
 
 

@@ -26,7 +26,7 @@ import torch
 from hivemind.p2p import P2P, P2PDaemonError, PeerID, ServicerBase
 from hivemind.proto import runtime_pb2
 
-from dilocox.dht.errors import DilocoxError, EnvironmentFault, reason_of
+from dilocox.dht.errors import DilocoxError, EnvironmentFault, in_one_line, reason_of
 from dilocox.dht.node_process import shared_zeros
 from dilocox.dht.upload_limit import CHUNK_BYTES, UploadLimit
 from dilocox.dht.wire import Malformed, pack, unpack
@@ -469,7 +469,7 @@ def _reached(peer: str) -> Generator[None]:
 
 
 def _in_words(error: Exception) -> str:
-    reason = " ".join(str(error).split())
+    reason = in_one_line(error)
     if isinstance(error, P2PDaemonError) and _NOT_SERVED.search(reason):
         return "does not answer for this stage"
     if isinstance(error, P2PDaemonError):  # with a long list of addresses

@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dilocox.compression.layout import FlatLayout
-from dilocox.dht.errors import EnvironmentFault, InvalidInput
+from dilocox.dht.errors import EnvironmentFault, InvalidInput, in_one_line
 from dilocox.pipeline.partition import build_skeleton, checkpoint_config
 from dilocox.pipeline.stage import constant_buffers, parameter_shapes
 
@@ -243,7 +243,7 @@ class Checkpoint:
         except errors.EntryNotFoundError:
             return None
         except (OSError, ValueError, errors.HTTPError) as error:
-            reason = " ".join(str(error).split())
+            reason = in_one_line(error)
             raise EnvironmentFault(
                 f"{said}: cannot be fetched from the hub ({reason}); check name and commit (a "
                 "private one needs the environment variable HF_TOKEN)"

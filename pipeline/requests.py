@@ -27,6 +27,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import raise_if_failed, read_pbmsg_s
 from hivemind.proto import p2pd_pb2
 from pydantic import Field
 
+from dilocox.dht.errors import in_one_line
 from dilocox.dht.invite import MAX_PEER_ID
 from dilocox.pipeline.frames import (
     ANSWER_KINDS,
@@ -228,7 +229,7 @@ class RequestServer:
             self._traffic.refused[refused.kind] += 1
             raise Unreachable(f"{peer}: {refused}") from refused
         except Exception as error:
-            reason = " ".join(str(error).split())  # p2pd's are long lists of addresses
+            reason = in_one_line(error)  # p2pd's are long lists of addresses
             raise Unreachable(f"{peer}: {type(error).__name__}: {reason}") from error
 
     # ---- from others -----------------------------------------------------------------------------

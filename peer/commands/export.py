@@ -44,7 +44,7 @@ from transformers.utils import logging as transformers_logging
 from typing_extensions import Self
 
 from dilocox import __version__
-from dilocox.dht.errors import EnvironmentFault, InvalidInput
+from dilocox.dht.errors import EnvironmentFault, InvalidInput, in_one_line
 from dilocox.dht.files import sync, write_atomically
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.options import AnchorOptions, ExportOptions, GenerateOptions
@@ -533,7 +533,7 @@ def _load_tokenizer(spec: str) -> Any:
             name, revision=commit, trust_remote_code=False
         )
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
+        reason = in_one_line(error)
         raise EnvironmentFault(
             f"tokenizer {spec!r} could not be loaded ({reason}); check the network, or download it "
             "and name its folder"
@@ -581,7 +581,7 @@ def load_model(folder: Path) -> Any:
             str(folder), local_files_only=True, output_loading_info=True
         )
     except (OSError, ValueError, SafetensorError) as error:
-        reason = " ".join(str(error).split())
+        reason = in_one_line(error)
         raise InvalidInput(f"{folder} is no complete checkpoint ({reason}); {remedy}") from error
     finally:
         if had_bars:

@@ -23,7 +23,7 @@ from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import disable_progress_bars
 
-from dilocox.dht.errors import EnvironmentFault, InvalidInput
+from dilocox.dht.errors import EnvironmentFault, InvalidInput, in_one_line
 from dilocox.dht.join import Joined, visiting
 from dilocox.dht.manifest_revisions import ManifestWatch
 from dilocox.dht.swarm_view import SwarmView
@@ -161,7 +161,7 @@ class Repository:
                     "write there"
                 ) from error
             met = (type(error) is RuntimeError and error.__cause__) or error
-            reason = " ".join(str(met).split())[:300] or type(met).__name__
+            reason = in_one_line(met)[:300] or type(met).__name__
             raise EnvironmentFault(
                 f"the Hugging Face hub took nothing for {self._name} ({reason}); check the network "
                 "and type the command again: what was exported stays here"

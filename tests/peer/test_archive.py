@@ -378,7 +378,7 @@ def test_a_copy_that_is_on_another_chain_goes_to_the_operator_s_though_it_has_fe
     kept.swarm.finds["QmWitness"] = cut_off.find
     assert kept.look(QmWitness=cut_off.claim()) == cut_off.claim()
     kept.swarm.finds["QmWitness"] = donor.find
-    others = {"QmWitness": donor.claim()}
+    others: dict[str, Any] = {"QmWitness": donor.claim()}
     assert kept.look(cut_off, **others) == donor.claim()
     assert kept.look(cut_off, **others) == donor.claim()
 

@@ -125,6 +125,8 @@ def run(manifest: dict[str, Any], tokens: float) -> Run:
 
 def loss_at(losses: Sequence[tuple[float, float]], tokens: float) -> float | None:
     """Between the two that are around so many tokens; None where there are none."""
+    if tokens in (told := dict(losses)):
+        return told[tokens]
     for (before, high), (after, low) in pairwise(losses):
         if before <= tokens <= after and before < after:
             return high + (low - high) * (tokens - before) / (after - before)

@@ -39,7 +39,7 @@ from dilocox.peer.rounds.outer_step import OuterStep
 from dilocox.pipeline.stage import build_stage, flatten_parameters, stage_layout
 from tests.peer.clocks import TestClock
 from tests.peer.kept_chains import MODEL, RUN, ChainMaker
-from tests.peer.memory_swarm import MemorySwarm, on_any_chain
+from tests.peer.memory_swarm import Find, MemorySwarm, on_any_chain
 
 MANIFEST = Manifest.from_dict(
     {
@@ -150,6 +150,18 @@ def maker(identity: Identity, folder: Path) -> ChainMaker:
 @pytest.fixture
 def donor(identities: list[Identity], tmp_path: Path) -> ChainMaker:
     return maker(identities[0], tmp_path / "donor")
+
+
+def states_too_large(donor: ChainMaker) -> Find:
+    """Answers as the donor does, but that its state is a terabyte, it says."""
+
+    def find(want: dict[str, Any]) -> Source | None:
+        found = donor.find(want)
+        if found is not None and want["what"] == "state":
+            found.facts["size"] = 1 << 40
+        return found
+
+    return find
 
 
 def test_few_records_are_kept_without_a_state_and_lead_a_joiner_to_the_anchor(
@@ -525,18 +537,12 @@ def test_who_gave_what_is_no_state_is_asked_again_only_where_nobody_else_has_one
     donor.log.prune(keep=1)
     liar = "QmLiar"
 
-    def too_large(want: dict[str, Any]) -> Source | None:
-        found = donor.find(want)
-        if found is not None and want["what"] == "state":
-            found.facts["size"] = 1 << 40
-        return found
-
     def liar_first(peers: list[str]) -> None:
         peers.sort(key=lambda peer: peer != liar)
 
     monkeypatch.setattr(random, "shuffle", liar_first)
     kept = Kept(tmp_path / "kept", donor)
-    kept.swarm.finds[liar] = too_large
+    kept.swarm.finds[liar] = states_too_large(donor)
     kept.look(donor, QmLiar=donor.claim(), times=3)
     assert kept.asked("state").count(liar) == 1
     assert kept.archive.claim == donor.claim()
@@ -549,15 +555,9 @@ def test_where_liars_alone_have_a_state_it_is_not_asked_for_at_each_look(
     donor.snapshot()
     donor.log.prune(keep=1)
 
-    def too_large(want: dict[str, Any]) -> Source | None:
-        found = donor.find(want)
-        if found is not None and want["what"] == "state":
-            found.facts["size"] = 1 << 40
-        return found
-
     clock = TestClock()
     kept = Kept(tmp_path / "kept", now=clock.monotonic)
-    kept.swarm.finds["QmLiar"] = too_large
+    kept.swarm.finds["QmLiar"] = states_too_large(donor)
     kept.look(QmLiar=donor.claim(), times=6)
     assert kept.asked("state").count("QmLiar") == 2  # the second time it is known for it
     clock.now += 31.0  # half a record lifetime

@@ -79,7 +79,6 @@ KEYS, FRESH_KEYS = 12, 100
 LATE_S = 1.5  # other nodes wait for an answer for half a second longer
 PAUSE_S = 1.0
 FAR_ROUNDS = (9_999_999_999, 2**53)
-NEVER = "f" * 64
 FIND = f"{RunProtocol.__name__}.rpc_find"
 SAME_KEYS = 1504
 NODES, STREAMS_OF_NODE = 8, 40  # one peer answers fewer of one
@@ -186,7 +185,7 @@ class Hostile:
         """A8: peers of stage 0 that train, if one believes them, and come to no group."""
         lifetime_s = self.place.manifest.deadlines.record_lifetime_s
         for key, swarm in zip(self.keys, self.swarms, strict=True):
-            hosting = stage_record(round=0, digest="", replica=key.peer_id)
+            hosting = stage_record(round=0, replica=key.peer_id)
             swarm.publish(stage_key(self.place.run, 0), hosting, lifetime_s)
         return {"hosts": len(self.keys)}
 
@@ -367,7 +366,7 @@ class Hostile:
         me = key.peer_id
         leading = replica_record([me], round=number, val_round=number)
         swarm.publish(replica_key(run), leading, lifetime_s)
-        hosting = stage_record(state="training", round=number, digest=NEVER, replica=me)
+        hosting = stage_record(state="training", round=number, replica=me)
         swarm.publish(stage_key(run, 0), hosting, lifetime_s)
 
     def _ring(self, swarm: Swarm, number: int, scheduled_at: float | None) -> None:

@@ -25,7 +25,7 @@ MANIFEST = manifest_of(
 
 
 def told(
-    *stages: Sequence[str],
+    *stages: Sequence[Any],
     after_s: float = 10.0,
     step_s: float = 1.0,
     state: Any = "running",

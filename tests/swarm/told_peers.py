@@ -91,7 +91,6 @@ class ToldPeers:
         hosting = stage_record(
             state="spare" if spare else "training",
             round=last.record.round + 1,
-            digest=last.digest,
             replica="" if spare else head,
             tokens=TOKENS,
             client_mode=number > 0,

@@ -373,7 +373,7 @@ class StageAverager(PeerService, DecentralizedAverager):
     async def _step(self, *, step: StepControl, future_for_init: Any) -> None:
         """Give the attempt's plan its own group key before hivemind looks for a group."""
         self._asked_at = time.monotonic()
-        order = self._current_order()
+        order = self.current_order()
         key, expected = order.plan.key, order.whole_with
 
         def may_lead(peer: str) -> bool:
@@ -409,7 +409,7 @@ class StageAverager(PeerService, DecentralizedAverager):
                 peer = str(context.remote_id)
                 ticket = self._asked_with(request.gather, peer)
                 # who is not known fills no group: it waits for its time
-                known = self._current_order().knows(peer)
+                known = self.current_order().knows(peer)
                 expect(self._matchmaking, ticket.expected if known else None)
             except GroupRefused as error:  # or all members would have it, each from this peer
                 self.refused.add("ticket")
@@ -435,7 +435,7 @@ class StageAverager(PeerService, DecentralizedAverager):
         """The ticket of one that asks to join; GroupRefused if it is none, or too long."""
         followers: Any = self._matchmaking.current_followers
         asked = {str(each): request.gather for each, request in followers.items()}
-        self._current_order().check_length(peer, gathered, asked)
+        self.current_order().check_length(peer, gathered, asked)
         return self._ticket(gathered, peer)
 
     def _ticket(self, gathered: bytes, peer: str) -> Ticket:
@@ -444,20 +444,20 @@ class StageAverager(PeerService, DecentralizedAverager):
             stated = self.serializer.loads(ticket)
         except Exception as error:
             raise GroupRefused(f"a ticket cannot be read: {error!r}") from error
-        last = self._current_order().recent_voters
+        last = self.current_order().recent_voters
         client_mode = mode == AveragingMode.CLIENT.value
         return Ticket.of_peer(peer, stated, last, mode=mode, client_mode=client_mode)
 
     @in_process
     async def _exchange_alone(self) -> AttemptResult:
-        order = self._current_order()
+        order = self.current_order()
         return await self._attempt(order, os.urandom(20), {str(self.peer_id): order.ticket()})
 
     async def _aggregate_with_group(
         self, group_info: GroupInfo, *_: Any, **__: Any
     ) -> AttemptResult:
         """hivemind's hook: the group stands, exchange."""
-        order, matchmaking_s = self._current_order(), time.monotonic() - self._asked_at
+        order, matchmaking_s = self.current_order(), time.monotonic() - self._asked_at
         tickets = dict[str, Ticket]()
         for peer, gathered in zip(group_info.peer_ids, group_info.gathered, strict=True):
             try:
@@ -624,7 +624,8 @@ class StageAverager(PeerService, DecentralizedAverager):
         self.log.start_from(state.record, state.certificate)
         return state
 
-    def _current_order(self) -> ExchangeOrder:
+    def current_order(self) -> ExchangeOrder:
+        """What the exchange under way was prepared with; GroupRefused if none was."""
         if self._order is None:
             raise GroupRefused("no exchange was prepared")
         return self._order

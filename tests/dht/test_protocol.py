@@ -213,16 +213,18 @@ def test_of_an_answer_longer_than_any_no_value_is_checked(monkeypatch: pytest.Mo
     value = pack([[b"owner", bytes(MAX_ANSWER_BYTES // 2), 2e9]])
     checked: list[DHTID] = []
 
-    async def answered(_: object, peer: object, call: str, questions: list[bytes]) -> Any:
-        return dht_pb2.FindResponse(results=[dht_pb2.FindResult(value=value) for _ in questions])
+    async def answered(asked: dht_pb2.FindRequest, timeout: float) -> dht_pb2.FindResponse:
+        return dht_pb2.FindResponse(results=[dht_pb2.FindResult(value=value) for _ in asked.keys])
 
     def accepts(_: object, key: DHTID, entry: object) -> bool:
         checked.append(key)
         return True
 
-    monkeypatch.setattr(RunProtocol, "_ask", answered)
+    monkeypatch.setattr(RunProtocol, "get_stub", lambda *_: SimpleNamespace(rpc_news=answered))
     monkeypatch.setattr(RunProtocol, "accepts", accepts)
     protocol: Any = object.__new__(RunProtocol)
+    protocol.rpc_semaphore, protocol.wait_timeout = asyncio.Semaphore(1), 1.0
+    protocol.node_info = dht_pb2.NodeInfo()
     ask = partial(protocol.call_news, PeerID(b"peer"))
     told = asyncio.run(ask({DHTID(n): () for n in range(2)}))
     assert [len(each) for each in told.values()] == [1, 1] and len(checked) == 2

@@ -172,7 +172,7 @@ def leads() -> None:
             for place, peer in enumerate(message.ordered_peer_ids):
                 if peer == self.peer_id.to_bytes():
                     nothing, mode, _ = loads(message.gathered[place])
-                    order = self._current_order()
+                    order = self.current_order()
                     told = replace(order.ticket(), tokens=random.randrange(1, 1000))
                     sent = told.signed(order.recent_voters, mode, self.local.identity)
                     message.gathered[place] = dumps([nothing, mode, dumps(sent)])
@@ -187,7 +187,7 @@ def forges() -> None:
     @functools.wraps(_join)
     async def lead(self: Any, request: Any, context: Any) -> AsyncIterator[Any]:
         loads, dumps = self.serializer.loads, self.serializer.dumps
-        order = self._current_order()
+        order = self.current_order()
         async for message in _join(self, request, context):
             for place, peer in enumerate(message.ordered_peer_ids):
                 if peer not in (self.peer_id.to_bytes(), context.remote_id.to_bytes()):
@@ -230,7 +230,7 @@ def chooses() -> None:
 
     @functools.wraps(_join)
     async def lead(self: Any, request: Any, context: Any) -> AsyncIterator[Any]:
-        me, last = str(self.peer_id), self._current_order().recent_voters
+        me, last = str(self.peer_id), self.current_order().recent_voters
         others = sorted({*last} - {me})
         if str(context.remote_id) not in others[: len(last) // 2]:
             yield _message("GROUP_DISBANDED")

@@ -30,6 +30,7 @@ from benchmarks.convergence_rules import (
     DEFAULTS,
     FOUR_BIT,
     MUON,
+    MUON_FOUR_BIT,
     MUON_TWO_BIT,
     PUBLISHED,
     SIXTEEN_BIT,
@@ -45,7 +46,18 @@ from benchmarks.report import Column, Report, parser
 from benchmarks.simulated_swarm import Outcome, Rule, World, bits_a_value
 from benchmarks.trial_averages import Way
 
-ADAMW = (ALL_REDUCE, SYNCHRONOUS, PUBLISHED, SIXTEEN_BIT, FOUR_BIT, TWO_BIT, ADAPTIVE, DEFAULTS)
+EIGHT_BIT, MUON_EIGHT_BIT = "ours, 8 bit", "ours, Muon 8 bit"
+ADAMW = (
+    ALL_REDUCE,
+    SYNCHRONOUS,
+    PUBLISHED,
+    SIXTEEN_BIT,
+    EIGHT_BIT,
+    FOUR_BIT,
+    TWO_BIT,
+    ADAPTIVE,
+    DEFAULTS,
+)
 WAYS: tuple[Way, ...] = ("signs", "three levels")
 WAYS_DECAY = 0.9
 FIRST_SEED = 30  # none of convergence.py's
@@ -66,9 +78,13 @@ COLUMNS = (
 def compared(world: World) -> dict[str, Rule]:
     """All rows of the table."""
     found, muon = rules(world), muon_rules(world)
+    eight_bits = {
+        name: replace(four_bit, compression=replace(four_bit.compression, bits=8))
+        for name, four_bit in ((EIGHT_BIT, found[FOUR_BIT]), (MUON_EIGHT_BIT, muon[MUON_FOUR_BIT]))
+    }
     two_bit = replace(muon[MUON_TWO_BIT], decay=WAYS_DECAY)
     fewer = {f"ours, Muon, {way}": replace(two_bit, way=way) for way in WAYS}
-    return {name: found[name] for name in ADAMW} | muon | fewer
+    return {name: (found | eight_bits)[name] for name in ADAMW} | muon | eight_bits | fewer
 
 
 def front(points: Mapping[str, tuple[float, float]]) -> set[str]:

@@ -5,11 +5,12 @@
 Model, text and rules are convergence.py's, and nothing is tuned anew but where a row says so. Part
 `worlds`: loss over that of synchronous Muon (DiLoCo, 16 bit) with 16, 4 and 2 bits overlapped, and
 that of synchronous AdamW, with more workers, longer rounds, a wider model, more rounds. Part
-`overlap`: in the first world, 2 bits with one setting changed at a time, and with less of Muon's
-own momentum left when a record arrives. Part `replicas`: outer steps, which MuLoCo (without
-overlap) lets grow with the replicas: 0.7/0.6 at one, 0.9/0.8 at eight, 1.0/0.9 at sixteen; each of
-them for synchronous Muon and 4 bits, too. Part `ways`: averages that the product does not have
-(trial_averages.py), with fewer bits, a length of its own, or another momentum.
+`overlap`: in the first world, 2 bits with one setting changed at a time. Part `momenta`: Muon's own
+momentum, shorter or forgotten where a record arrives, in rounds of 8 and of 64 steps. Part
+`replicas`: outer steps, which MuLoCo (without overlap) lets grow with the replicas: 0.7/0.6 at one,
+0.9/0.8 at eight, 1.0/0.9 at sixteen; each of them for synchronous Muon and 4 bits, too. Part
+`ways`: averages that the product does not have (trial_averages.py), with fewer bits, a length of
+its own, or another momentum.
 
 Muon's losses are chaotic: of one seed they end up to 1.5 % apart where it is computed beside other
 rows. The mean of two seeds is good to about a percent. What is done is printed at once.
@@ -53,6 +54,7 @@ WORLDS = {
     "16 workers": replace(HALF, workers=16, rounds=15),
     "rounds x 2": replace(WORLD, rounds=120),
 }
+LONG = replace(WORLD, rounds=12, inner_steps=64, arrival=16)
 OUTER = ((0.7, 0.6), (0.9, 0.5), (0.9, 0.8), (1.0, 0.9))
 QUICK = {"workers": 2, "rounds": 3, "held_out": 16}
 
@@ -74,8 +76,22 @@ def overlap() -> Iterator[tuple[str, World, Rows]]:
     yield "arrival 1", replace(WORLD, arrival=1), {MUON: muon, MUON_TWO_BIT: rule}
     changed = {f"rebase_weight {w:g}": replace(rule, weight=w) for w in (0.5, 1.0)}
     changed |= {f"residual_decay {d:g}": replace(rule, decay=d) for d in (0.9, 1.0)}
-    changed |= {f"momentum kept {k:g}": replace(rule, momentum_kept=k) for k in (0.5, 0.0)}
     yield "arrival 2", WORLD, {MUON: muon, MUON_TWO_BIT: rule} | changed
+
+
+def momenta() -> Iterator[tuple[str, World, Rows]]:
+    """Muon's momentum shorter, or forgotten as a record arrives; in short and long rounds."""
+    for name, world in {"H": WORLD, "H x 8": LONG}.items():
+        found = rules(world)
+        rows = {each: found[each] for each in (MUON, MUON_TWO_BIT)}
+        changed = {
+            f"{each}, {momentum:g}, kept {kept:g}": replace(
+                rule, inner=replace(rule.inner, muon_momentum=momentum), momentum_kept=kept
+            )
+            for each, rule in rows.items()
+            for momentum, kept in ((0.95, 0.0), (0.85, 1.0), (0.85, 0.0))
+        }
+        yield name, world, rows | changed
 
 
 def replicas() -> Iterator[tuple[str, World, Rows]]:
@@ -102,7 +118,13 @@ def ways() -> Iterator[tuple[str, World, Rows]]:
     yield "ways", WORLD, {MUON: found[MUON], MUON_TWO_BIT: rule} | tried
 
 
-PARTS = {"worlds": worlds, "overlap": overlap, "replicas": replicas, "ways": ways}
+PARTS = {
+    "worlds": worlds,
+    "overlap": overlap,
+    "momenta": momenta,
+    "replicas": replicas,
+    "ways": ways,
+}
 COLUMNS = (
     Column("world"),
     Column("rule"),

@@ -158,7 +158,7 @@ class Hostile:
         own = {key.peer_id for key in self.keys}
         told = self.place.swarm.read(claim_key(self.place.run, 0), ClaimRecord) or {}
         newest = max((each for peer, each in told.items() if peer not in own), key=_round)
-        claim = replace(newest, round=2**53, tokens=2**53, chain_tokens=2**53, record_bytes=2**53)
+        claim = replace(newest, round=2**53, chain_tokens=2**53, record_bytes=2**53)
         self._tell(claim_key(self.place.run, 0), claim)
         return {"digest": claim.digest}
 

@@ -10,7 +10,9 @@ But whoever draws keys until five are next to one of the swarm's is all that is 
 could keep peers from each other, by silence or by answers that are late. So the run's bootstraps
 keep everything as well. They are told at once, whatever becomes of the others. They are asked after
 the others, so that they have nothing to tell but what was missed: for every key every other time,
-and each time where nobody else answered, and a part of the time is theirs.
+and each time where nobody else answered, and a part of the time is theirs. Who keeps a question or
+a value waiting for much longer than a bootstrap would is passed over for a while, twice as long
+each time: rounds end when all have heard the bell, and are no faster than it.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ import contextlib
 import random
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Collection, Coroutine, Iterable, Mapping
+from typing import Any, TypeVar
 
 from hivemind.dht.node import DHTNode
 from hivemind.dht.routing import DHTID
@@ -36,6 +38,8 @@ from dilocox.dht.protocol import (
     node_id_of,
 )
 
+R = TypeVar("R")
+
 SEARCH_AGAIN_S = 600.0
 SEARCH_WAIT_S = 2.5  # that a value waits for a search
 MAX_HOPS = 8  # of a search; each halves the distance to the key at least
@@ -44,6 +48,9 @@ MAX_REMEMBERED = 256  # keys
 OTHERS_SHARE = 0.6  # of the time of a question, before a bootstrap is asked
 PAUSE_S = 30.0  # for which a bootstrap that gave no answer is left alone
 LATER_S = 1.0  # after the first answer of all, for which the others are waited for
+# So long a keeper is waited for, or so many times as long as a bootstrap takes, if that is more.
+PATIENCE_S, PATIENCE_TIMES = 0.5, 3.0
+LONGEST_PAUSE_S = 3600.0  # for which one that tried it is passed over; the first time PAUSE_S
 
 
 class Keepers:
@@ -56,7 +63,10 @@ class Keepers:
         self._bootstraps = {node_id_of(peer.to_bytes()): peer for peer in peers}
         self._keeps_all = keeps_all
         self._silent_until: dict[PeerID, float] = {}  # bootstraps, on the monotonic clock
-        self._told = set[asyncio.Task[set[DHTID]]]()  # bootstraps of which no answer is awaited
+        # other keepers that were late: until when they are passed over, and for how long
+        self._late_until: dict[PeerID, tuple[float, float]] = {}
+        self._bootstrap_s = 0.0  # that an answer of one takes
+        self._besides = set[asyncio.Task[Any]]()  # calls that nobody waits for any more
         self._bootstrap_asked = set[DHTID]()  # when these keys were asked for last
         self._nodes: dict[DHTID, dict[DHTID, PeerID]] = {}
         self._searched_at: dict[DHTID, float] = {}
@@ -67,13 +77,16 @@ class Keepers:
         kept = {key for key in entries if self._keeps_all and self._keep(key, entries[key])}
         answering = self._bootstraps_that_answer()
         silent = {node: at for node, at in self._bootstraps.items() if node not in answering}
-        told = asyncio.ensure_future(self._give(entries, dict.fromkeys(entries, silent)))
-        self._told.add(told)
-        told.add_done_callback(self._told.discard)
-        given = self._give(entries, dict.fromkeys(entries, answering))
-        taken = kept.union(*await asyncio.gather(given, self._give_nearest(entries)))
+        later = [self._beside(self._give(entries, dict.fromkeys(entries, silent)))]
+        nearest = self._beside(self._give_nearest(entries, later))
+        taken = kept | await self._give(entries, dict.fromkeys(entries, answering))
+        # the others are asked first, and yet nobody waits long for them
+        await asyncio.wait([nearest], timeout=self._patience_s if taken == set(entries) else None)
         if taken != set(entries):
-            taken |= await told
+            taken |= nearest.result()
+        for each in later:
+            if taken != set(entries):
+                taken |= await each
         return taken == set(entries)
 
     async def news(
@@ -114,8 +127,9 @@ class Keepers:
         heard.add(key, self._own(key))
         self._aim([key])
         peers = [*self._others_near(key).values(), *self._bootstraps.values()]
-        asked = [asyncio.ensure_future(self._hear(peer, [key], heard)) for peer in peers]
-        left, end = set(asked), time.monotonic() + timeout_s
+        asked = {peer: asyncio.ensure_future(self._hear(peer, [key], heard)) for peer in peers}
+        left = {asked[peer] for peer in self._prompt(peers)}
+        end = time.monotonic() + timeout_s
         try:
             while left and time.monotonic() < end:
                 done, left = await asyncio.wait(
@@ -124,7 +138,7 @@ class Keepers:
                 if any(each.result() for each in done):
                     end = min(end, time.monotonic() + LATER_S)
         finally:
-            for each in asked:
+            for each in asked.values():
                 each.cancel()
         return heard.by_key()[key]
 
@@ -136,28 +150,79 @@ class Keepers:
             # other keepers what lies here is no answer: they may not tell this node everything
             for key in [each for each, nodes in todo.items() if not nodes]:
                 heard.add(key, self._own(key))
+        if not thorough:
+            for key, nodes in todo.items():
+                prompt = self._prompt(nodes.values())
+                todo[key] = {node: at for node, at in nodes.items() if at in prompt}
         left = {key for key in todo if thorough or not heard.answered(key)}
         while left := {key for key in left if todo[key]}:
             asked = _one_of_each({key: todo[key] for key in left})
-            calls = [self._hear(peer, keys, heard) for peer, keys in asked.items()]
-            for (peer, keys), answered in zip(
-                asked.items(), await asyncio.gather(*calls), strict=True
-            ):
+            calls = {
+                peer: self._beside(self._hear(peer, keys, heard)) for peer, keys in asked.items()
+            }
+            await asyncio.wait(calls.values(), timeout=self._patience_s)
+            for peer, keys in asked.items():
                 for key in keys:
                     todo[key] = {node: at for node, at in todo[key].items() if at != peer}
-                left -= set(keys) if answered and not thorough else set()
+                # instead of who is late a bootstrap is asked
+                enough = not calls[peer].done() or calls[peer].result()
+                left -= set(keys) if enough and not thorough else set()
 
     async def _hear(self, peer: PeerID, keys: Collection[DHTID], heard: _Heard) -> bool:
         """Ask a keeper of these keys; whether it answered."""
-        answer = await self._protocol.call_news(peer, {key: heard.marks[key] for key in keys})
+        asking = self._protocol.call_news(peer, {key: heard.marks[key] for key in keys})
+        answer = await self._watched(peer, asking)
         if answer is None:
             self._miss(peer, keys)
             return False
         self._answered(peer)
+        if self._prompt([peer]):
+            self._late_until.pop(peer, None)
         for key, told in answer.items():
             heard.add(key, self._own(key))
             heard.add(key, told)
         return True
+
+    async def _watched(self, peer: PeerID, call: Coroutine[Any, Any, Any]) -> Any:
+        """What a keeper answers; while it keeps us waiting for long it is passed over."""
+        began, loop = time.monotonic(), asyncio.get_running_loop()
+        patience_s = self._patience_s
+        end = loop.call_later(patience_s, self._pass_over, peer) if patience_s else None
+        try:
+            answer = await call
+        finally:
+            if end is not None:
+                end.cancel()
+        if answer is not None and peer in self._bootstraps.values():
+            self._bootstrap_s += (time.monotonic() - began - self._bootstrap_s) / 2
+        return answer
+
+    def _pass_over(self, peer: PeerID) -> None:
+        until, pause_s = self._late_until.get(peer, (0.0, PAUSE_S / 2))
+        if peer not in self._bootstraps.values() and until <= time.monotonic():
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            if len(self._late_until) >= MAX_REMEMBERED:
+                self._late_until.clear()
+            self._late_until[peer] = time.monotonic() + pause_s, pause_s
+
+    def _prompt(self, peers: Iterable[PeerID]) -> set[PeerID]:
+        """Those of these keepers that are not passed over now; while no bootstrap answers, all."""
+        now, hasty = time.monotonic(), self._patience_s is not None
+        return {p for p in peers if not hasty or self._late_until.get(p, (0.0,))[0] <= now}
+
+    @property
+    def _patience_s(self) -> float | None:
+        """For how long one keeper is waited for; None while no bootstrap could be asked instead."""
+        if not self._bootstraps_that_answer():
+            return None
+        return max(PATIENCE_S, PATIENCE_TIMES * self._bootstrap_s)
+
+    def _beside(self, call: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
+        """Something that may take longer than anybody waits for it."""
+        task = asyncio.ensure_future(call)
+        self._besides.add(task)
+        task.add_done_callback(self._besides.discard)
+        return task
 
     def _answered(self, peer: PeerID) -> None:
         self._silent_until.pop(peer, None)
@@ -179,13 +244,25 @@ class Keepers:
             key, entry.value, entry.expires_at, subkey=entry.subkey
         )
 
-    async def _give_nearest(self, entries: Mapping[DHTID, Entry]) -> set[DHTID]:
-        """Those keys whose entry one of the nodes nearest to them took.
+    async def _give_nearest(
+        self, entries: Mapping[DHTID, Entry], later: list[asyncio.Task[set[DHTID]]]
+    ) -> set[DHTID]:
+        """Those keys whose entry one of the nodes nearest to them took, but for those that are
+        passed over, which are told beside that: in what is added to `later`.
 
         Where all of them are gone, those that are left are searched and told.
         """
         await self._search_for(entries)
-        near = {key: self._near(key) for key in entries}
+        keepers = {key: self._near(key) for key in entries}
+        prompt = self._prompt({peer for nodes in keepers.values() for peer in nodes.values()})
+        near, late = (
+            {
+                key: {node: at for node, at in nodes.items() if (at in prompt) == waited_for}
+                for key, nodes in keepers.items()
+            }
+            for waited_for in (True, False)
+        )
+        later.append(self._beside(self._give(entries, late)))
         taken = await self._give(entries, near)
         left = {key: entries[key] for key in entries if near[key] and key not in taken}
         if left:
@@ -220,13 +297,14 @@ class Keepers:
         return taken
 
     async def _call_store(self, peer: PeerID, entries: Mapping[DHTID, Entry]) -> Any:
-        return await self._protocol.call_store(
+        call = self._protocol.call_store(
             peer,
             keys=list(entries),
             values=[each.value for each in entries.values()],
             expiration_time=[each.expires_at for each in entries.values()],
             subkeys=[each.subkey for each in entries.values()],
         )
+        return await self._watched(peer, call)
 
     # ---- who keeps a key -------------------------------------------------------------------------
     def _bootstraps_that_answer(self) -> dict[DHTID, PeerID]:

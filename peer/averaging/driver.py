@@ -76,7 +76,7 @@ class _Job:
     attempt: int = 0
     abort: bytes = b""
     blamed: tuple[str, ...] = ()
-    # after which record its first attempt was, and whom this peer had missed since
+    # after which record its first attempt was, and whom this peer had missed in its or since
     unreliable: tuple[str, frozenset[str]] = "", frozenset()
     future: Future[AttemptResult] | Future[AttemptResult | None] | None = None
     limit: float = 0.0  # monotonic time: of the state the job is in
@@ -122,7 +122,8 @@ class ExchangeDriver:
         self._in_vain = "", 0  # the newest record, and how many sends were void since
         self._strays: dict[str, tuple[float, bool]] = {}  # since when (monotonic), whether known
         self._not_waited_for = frozenset[str]()  # of them
-        # likewise, whom it missed since, or did not hear vote, where nothing was committed
+        # likewise, who gave others a mean of its exchange and this peer none; and whom it missed
+        # since, or did not hear vote, where nothing was committed
         self._unreliable: tuple[str, frozenset[str]] = "", frozenset()
         self._waited_in_vain = 0  # sends in a row, whose group others did not come to
 
@@ -397,6 +398,7 @@ class ExchangeDriver:
                 self._leave_open(job)
         elif result.verdict is Verdict.COMMITTED:
             self._waited_in_vain = 0
+            self._unreliable = result.digest, frozenset(result.missed)
             self._last_exchange_s = result.seconds + result.codec_s
             self._chain.committed(job.round, result.seconds, result.matchmaking_s)
         else:

@@ -139,7 +139,7 @@ class PeerService(StageServicer):
         if not isinstance(size, int) or not 0 <= size <= attempt.max_bytes(part, kind):
             raise CallRefused(f"{size} bytes for part {part}")
         attempt.check_sender(peer, part, kind)
-        with self._taking_only(attempt, peer, part, kind):
+        with self._taking_only(attempt, peer, part, kind), attempt.arriving(part, kind):
             accept()  # before that nothing of it is held
             payload = await self._payload(request, part, size)
         if kind == "part":

@@ -9,10 +9,11 @@ here every call has its deadline, neighbours watch each other by heartbeat, and 
 committed only by a majority of signed votes on the digest of the record (vote_count.py).
 
 A phase has what most members need to compute, and its share of the exchange's time. It bounds how
-long reducers wait for parts and for
-other rows, so that who is slow is left out, and when all are asked for a mean that has not come; a
-member that got its means of the first phase too late to be counted in the second can still reduce,
-and vote.
+long reducers wait for parts and for other rows, so that who is slow is left out, and when all are
+asked for a mean that has not come; a member that got its means of the first phase too late to be
+counted in the second can still reduce, and vote. A mean that others say they hold, and that is not
+on its way to us, is asked for before that; whoever should have brought it is told of in the next
+round, and where most missed it that goes on without it (group.py).
 
 A member hears of deaths from those that it watches, and from the votes of those that gave up: two
 that missed the same peer are believed, one alone may be cut off itself. Votes go to one's row, and
@@ -27,12 +28,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Sequence
 from concurrent.futures import Executor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -46,7 +48,7 @@ from dilocox.peer.rounds.group_calls import GroupCalls
 from dilocox.peer.rounds.live_group import LiveGroup
 from dilocox.peer.rounds.record import digest_of
 from dilocox.peer.rounds.shares import Shares, assemble_record, encode
-from dilocox.peer.rounds.signed_means import WORD_BYTES, MeanSeal
+from dilocox.peer.rounds.signed_means import WORD_BYTES, MeanSeal, held_by
 from dilocox.peer.rounds.vote_count import Verdict
 
 logger = logging.getLogger(__name__)
@@ -87,6 +89,9 @@ class Attempt:
             setup, self._group.compute, MeanSeal(ballots.identity, ballots.ballot)
         )
         self._words: dict[str, bytes] = {}  # of the means that others hold, by member
+        self._held_since: dict[int, float] = {}  # by share, when a voter said so first
+        self._arriving = Counter[int]()  # means that somebody is sending us now
+        self._passed_by: set[str] = set()  # who gave others a mean, and us none
         self.running = False
         self._told: set[str] = set()  # members of our row whose votes the other rows have from us
         self._waited_out = False  # the exchange's time is over and means are missing
@@ -118,6 +123,16 @@ class Attempt:
             case _:
                 if self._setup.sender(part) != peer:
                     raise ShareRefused(f"the mean of part {part} does not come from {peer}")
+
+    @contextmanager
+    def arriving(self, part: int, kind: str) -> Generator[None]:
+        """While somebody sends us this (`kind`: part, row, mean)."""
+        self._arriving[part] += kind == "mean"
+        try:
+            yield
+        finally:
+            self._arriving[part] -= kind == "mean"
+            self._group.notify()
 
     async def on_part(self, peer: str, column: int, payload: bytes) -> None:
         """A member's values of a column that we average; refused, it leaves the member out."""
@@ -176,6 +191,9 @@ class Attempt:
         if peer not in self.members or not isinstance(words, bytes) or len(words) != size:
             raise ValueError(f"{peer} tells what are no words of the means of this attempt")
         self._words.setdefault(peer, words)
+        if peer in self._setup.voters:
+            for part in held_by(words):
+                self._held_since.setdefault(part, time.monotonic())
         self._group.notify()
 
     def _tell(self, peers: Collection[str], voters: Collection[str]) -> None:
@@ -305,7 +323,8 @@ class Attempt:
             late = missing if now >= due else set[int]()
             wanted = {part for part in late if not asked[part]}
             # not at once again: what its reducer gave others may still be on its way to them
-            elsewhere = lost | (missing & self._cut_off())
+            kept, look_at = self._kept_from_us(missing)
+            elsewhere = lost | (missing & self._cut_off()) | kept
             if now >= again_at and elsewhere:
                 again_at = now + self._limits.silence_s / 2
                 wanted |= elsewhere
@@ -313,7 +332,7 @@ class Attempt:
                 asked[part] += part in lost or part in late
                 await self._ask_for_mean(part)
             if not wanted:
-                until = end if late else due
+                until = min(end if late else due, look_at)
                 await self._group.change(min(until, again_at) if elsewhere else until)
         return True
 
@@ -339,6 +358,22 @@ class Attempt:
             for part in range(len(self._setup.shares))
             if part in lied or self._setup.sender(part) in gone
         }
+
+    def _kept_from_us(self, missing: Collection[int]) -> tuple[set[int], float]:
+        """Of the missing shares those that others have held for a while, and nobody is sending us;
+        and when there may be more of them.
+        """
+        pause_s, now = self._limits.silence_s / 2, time.monotonic()
+        due = {part: at + pause_s for part, at in self._held_since.items() if part in missing}
+        still = {p for p in due if not self._arriving[p] and not self._shares.coming(p)}
+        kept = {part for part in still if due[part] <= now}
+        return kept, min((due[part] for part in still - kept), default=math.inf)
+
+    def _bringer(self, part: int) -> str:
+        """Who should have brought us a mean: its reducer, or who says that it has it from that."""
+        sender = self._setup.sender(part)
+        holds = part in held_by(self._words.get(sender, b""))
+        return sender if holds else self._setup.shares[part].reducer
 
     # ---- the vote --------------------------------------------------------------------------------
     async def settle(self) -> AttemptResult:
@@ -461,15 +496,17 @@ class Attempt:
     async def _result(self, deadline: float) -> AttemptResult:
         """Read the verdict; who lacks the record that was committed fetches it from its voters."""
         verdict, chosen = self.ballots.decision.verdict, self.ballots.decision.digest
+        missed = self._passed_by if verdict is Verdict.COMMITTED else self._told_missing()
         if chosen is not None and chosen != self.digest:
             self.record = await self._fetch_record(chosen, deadline)
         return AttemptResult(
             verdict=verdict,
             record=self.record if chosen is not None else None,
+            digest=chosen or "",
             certificate=self.ballots.certificate() if chosen is not None else None,
             abort=self.ballots.abort(),
             blamed=self.ballots.blamed() if verdict is Verdict.VOID else (),
-            missed=() if verdict is Verdict.COMMITTED else tuple(sorted(self._told_missing())),
+            missed=tuple(sorted(missed)),
             members=self._group.members,
             seconds=time.monotonic() - self._started - self._codec_s,
             codec_s=self._codec_s,
@@ -520,7 +557,9 @@ class Attempt:
         setup, means = self._setup, self._shares.means
         column = setup.column_of(part)
         reducers = [setup.reducer_in(column, row) for row in range(len(setup.grid.rows))]
-        able = dict.fromkeys([setup.shares[part].reducer, *reducers, *self._group.row])
+        holders = [peer for peer, words in self._words.items() if part in held_by(words)]
+        random.shuffle(holders)
+        able = dict.fromkeys([*holders, setup.shares[part].reducer, *reducers, *self._group.row])
         others = set(self._group.others)
         # who dies meanwhile is not asked any more
         peers = (peer for peer in able if peer in others and peer not in self._gone)
@@ -533,6 +572,9 @@ class Attempt:
         if mean is not None and mean.part == part:
             with suppress(PayloadRefused, ShareRefused):
                 await self._take_mean(mean)
+            bringer = self._bringer(part)
+            if self._shares.means.get(part) is mean and bringer not in (peer, self._setup.me):
+                self._passed_by.add(bringer)
         self._group.notify()
 
     async def _fetch_record(self, digest: str, deadline: float) -> bytes | None:

@@ -158,10 +158,12 @@ class AttemptResult:
 
     verdict: Verdict
     record: bytes | None = field(repr=False)
+    digest: str = ""  # of the record that was committed
     certificate: bytes | None = field(repr=False)
     abort: bytes = field(repr=False)  # this member's own, signed, for a repeated attempt
     blamed: tuple[str, ...] = ()  # whom that would leave out, as far as this member knows
-    missed: tuple[str, ...] = ()  # or not heard to vote, by this member, of what was not committed
+    # by this member, or not heard to vote; of a committed one who gave others a mean and it none
+    missed: tuple[str, ...] = ()
     members: tuple[str, ...]
     seconds: float  # of the exchange, without what this member's codec took meanwhile
     codec_s: float = 0.0
@@ -238,7 +240,7 @@ class Ticket(SendFacts):
     codec_s: float = 0.0  # that it computes at the start of a phase, at most
     expected: int | None  # members with which its group is whole; None: it does not know
     abort: bytes  # its signed one of the attempt before, empty if there is none
-    # whom it missed in attempts of earlier rounds since the last record that came to nothing
+    # whom it missed in that of the last record, or in those since that came to nothing
     unreliable: tuple[str, ...] = ()
     client_mode: bool = False
 
@@ -554,9 +556,10 @@ def taking_part(
     """Who takes part, of those that are not excluded by the aborts of the attempt before.
 
     Whoever was left out, or unheard, again and again sits out, where the others can go on without
-    it; so does whom most voters missed in attempts since the last record: two that fall silent in
-    turns would void both of every round, and no record would say so. Who states another plan, or no
-    tokens, is left out: all have the same tickets, and one that makes no sense stops nobody.
+    it; so does whom most voters missed in the attempt of the last record or in those since: two
+    that fall silent in turns would void both of every round, and no record would say so. Who states
+    another plan, or no tokens, is left out: all have the same tickets, and one that makes no sense
+    stops nobody.
 
     order: of any of them. credited: see `credits`. Raises TooFew of those that must be there.
     """

@@ -61,6 +61,11 @@ def words_of(means: Mapping[int, Mean], shares: int) -> bytes:
     )
 
 
+def held_by(words: bytes) -> set[int]:
+    """The parts whose means the one holds whose words these are."""
+    return set(unlike_words(words, bytes(len(words))))
+
+
 def unlike_words(words: bytes, others: bytes) -> list[int]:
     """The parts whose words differ."""
     starts = range(0, len(words), WORD_BYTES)

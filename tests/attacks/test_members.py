@@ -61,6 +61,7 @@ def test_members_that_lie_stop_nobody_and_turn_nothing(
             liar.child.terminate()
         for liar in crowd:
             liar.child.wait(30.0)
+    assert not any("Traceback" in liar.log_text() for liar in crowd), "a lie broke off"
     names = {liar.peer_id for liar in crowd}
     records = {record.round: record for record in taken(swarm) if record.round > before}
     with_liar = [

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ from hivemind.p2p import PeerID
 
 from dilocox.dht import keepers as keepers_module
 from dilocox.dht.identity import Identity
-from dilocox.dht.keepers import LATER_S, PAUSE_S, SEARCH_WAIT_S, Keepers
+from dilocox.dht.keepers import LATER_S, PATIENCE_S, PAUSE_S, SEARCH_WAIT_S, Keepers
 from dilocox.dht.protocol import NEAREST, Entry, node_id_of
 from dilocox.dht.rpc import NODE_REFUSALS, Counts
 from dilocox.dht.storage import BoundedStorage
@@ -153,6 +153,49 @@ def test_keys_that_answer_late_keep_nobody_from_a_bootstrap(
         assert await keepers.everything(KEY, timeout_s=5.0)
         assert time.monotonic() - began < LATE_S + LATER_S
         assert await asyncio.wait_for(storing, SEARCH_WAIT_S + 4 * LATE_S)
+
+    asyncio.run(scene())
+
+
+def test_who_answers_late_is_passed_over_for_longer_and_longer(
+    crowd: list[Identity], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene() -> None:
+        wires, forward_s = Wires(crowd), 0.0
+        later = SimpleNamespace(monotonic=lambda: time.monotonic() + forward_s)
+        monkeypatch.setattr(keepers_module, "time", later)
+        wires.silent = wires.others
+        keepers, entry = wires.keepers(), Entry(b"me", b"here", LATE)
+
+        async def seconds(call: Awaitable[bool]) -> float:
+            began = time.monotonic()
+            assert await call
+            return time.monotonic() - began
+
+        assert await keepers.store({KEY: entry})
+        wires.late_s = dict.fromkeys(wires.others, LATE_S)
+        assert PATIENCE_S <= await seconds(keepers.store({KEY: entry})) < LATE_S
+        near = set(wires.kept) - {wires.bootstrap}
+        for pause_s in (PAUSE_S, 2 * PAUSE_S):
+            for _ in range(LOOKS):
+                wires.asked.clear()
+                assert await seconds(look(keepers)) < PATIENCE_S, "nobody waits for them"
+                assert wires.asked == [wires.bootstrap]
+            wires.kept.clear()
+            assert await seconds(keepers.store({KEY: entry})) < PATIENCE_S
+            await asyncio.sleep(1.5 * LATE_S)
+            assert near <= wires.kept.keys(), "they are told, all the same"
+            forward_s += pause_s
+            wires.asked.clear()
+            assert PATIENCE_S <= await seconds(look(keepers)) < LATE_S
+            assert wires.asked[1:] == [wires.bootstrap], "instead of it"
+            for _ in range(len(near) - 1):  # the others are tried again likewise
+                assert await look(keepers)
+        forward_s += 4 * PAUSE_S
+        wires.late_s, wires.silent = {}, ()
+        wires.asked.clear()
+        assert all([await look(keepers) for _ in range(2 * LOOKS)])
+        assert len(near & set(wires.asked)) > 1, "who answers in time is asked again"
 
     asyncio.run(scene())
 

@@ -42,6 +42,7 @@ LAYOUT = FlatLayout.of([("weight", (40, 30)), ("bias", (30,))])
 MANIFEST_DIGEST = "0" * 64
 EXCHANGE_S, VOTE_S, SILENCE_S = 2.0, 1.0, 0.5  # a busy machine stands still for a second
 PATIENT_S = 10.0  # where nobody fails nothing waits for its deadline
+THIN_S = 2.0  # that a mean takes to a member with a thin link
 LIMIT_S = 30.0  # of a test's group
 
 Passes = Callable[[str, str, str], bool]
@@ -82,7 +83,9 @@ class Link:
     async def push_mean(self, peer: str, mean: Mean) -> None:
         kind = f"mean{self._group.shares[mean.part].phase}"
         attempt = await self._to(peer, kind)
-        with refused_as_lost():
+        with refused_as_lost(), attempt.arriving(mean.part, "mean"):
+            if peer in self._group.thin:
+                await asyncio.sleep(THIN_S)
             await attempt.on_mean(self._me, self._group.falsified(self._me, peer, mean))
 
     async def fetch_mean(self, peer: str, part: int, stall_s: float) -> Mean | None:
@@ -195,6 +198,7 @@ class Group:
 
         Whoever is put into `frozen` neither answers nor is refused any more; who is `dripping`
         gives what is fetched by a byte now and then;
+        who is `thin` gets means slowly;
         who is `lying` answers what votes it holds with bytes that are none, and tells others words
         of no means. `falsify` is what a sender makes of a mean on its way to a receiver, signed by
         its reducer.
@@ -205,6 +209,7 @@ class Group:
         self.fetching_s = fetching_s
         self.frozen: set[str] = set()
         self.dripping: set[str] = set()
+        self.thin: set[str] = set()
         self.lying: set[str] = set()
         self.falsify: Callable[[str, str, Mean], Mean] = lambda sender, receiver, mean: mean
         self.identities = sorted(identities, key=lambda identity: identity.peer_id)

@@ -413,12 +413,16 @@ def last_record(*members: str, credited: int = 1) -> Any:
 
 
 def result(
-    verdict: Verdict, record: bytes | None = None, missed: tuple[str, ...] = ()
+    verdict: Verdict,
+    record: bytes | None = None,
+    missed: tuple[str, ...] = (),
+    digest: str = "",
 ) -> AttemptResult:
     return AttemptResult(
         verdict=verdict,
         missed=missed,
         record=record,
+        digest=digest,
         certificate=None,
         abort=b"",
         members=("me",),
@@ -459,6 +463,21 @@ def test_who_was_missed_in_void_attempts_is_named_until_there_is_a_record_or_too
     world.driver.submit(2, FACTS, scheduled_at=world.clock.now, states_taken=0)
     world.tick()
     assert world.orders[-1].unreliable == ()
+
+
+def test_who_gave_this_peer_no_mean_of_the_last_record_is_named_in_the_next_round(
+    world: World,
+) -> None:
+    for number, (missed, named) in enumerate([(("keeper",), ("keeper",)), ((), ())]):
+        answer, world.answer = world.answer, Future()
+        digest = f"{number + 1:064x}"
+        answer.set_result(result(Verdict.COMMITTED, b"record", missed, digest))
+        world.tick()
+        world.driver.closed_by_chain(number)
+        world.chain.head.digest = digest
+        world.driver.submit(number + 1, FACTS, scheduled_at=world.clock.now, states_taken=0)
+        world.tick()
+        assert world.orders[-1].unreliable == named
 
 
 def test_of_whom_it_missed_those_with_most_records_are_named_first(world: World) -> None:

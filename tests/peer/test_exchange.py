@@ -25,6 +25,7 @@ from tests.peer.averaged import own_contribution
 from tests.peer.members import (
     PATIENT_S,
     SILENCE_S,
+    THIN_S,
     VOTE_S,
     Group,
     blamed,
@@ -162,6 +163,49 @@ def test_members_that_give_a_mean_by_drops_do_not_keep_it_from_the_others(
         group, [each for peer, each in zip(group.peers, results, strict=True) if peer != victim]
     )
     assert killed and seconds(results) < PATIENT_S / 2
+
+
+def test_who_gives_its_mean_to_one_member_alone_is_missed_by_the_others_and_not_waited_for(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    def passes(sender: str, receiver: str, kind: str) -> bool:
+        if kind == "fetch" and receiver == keeper:
+            return False  # it has it, and gives it nobody
+        return sender != keeper or ((kind != "mean0" or receiver == served) and kind != "words")
+
+    group = Group(
+        identities[:4], tmp_path, passes=passes, silence_s=SILENCE_S, exchange_s=PATIENT_S
+    )
+    keeper, served, *others = group.grid.rows[0]
+    results = asyncio.run(group.run())
+    record_of(group, results)
+    assert seconds(results) < PATIENT_S / 2
+    by_peer = dict(zip(group.peers, results, strict=True))
+    assert {peer: each.missed for peer, each in by_peer.items() if each} == {
+        keeper: (),
+        served: (),
+        **dict.fromkeys(others, (keeper,)),
+    }
+
+
+def test_a_mean_that_is_on_its_way_through_a_thin_link_is_asked_of_nobody(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    asked: list[str] = []
+
+    def passes(sender: str, receiver: str, kind: str) -> bool:
+        if kind == "fetch":
+            asked.append(sender)
+        return True
+
+    group = Group(
+        identities[:4], tmp_path, passes=passes, silence_s=SILENCE_S, exchange_s=PATIENT_S
+    )
+    group.thin.add(group.peers[1])
+    results = asyncio.run(group.run())
+    record_of(group, results)
+    assert THIN_S > SILENCE_S and not asked
+    assert not any(each.missed for each in results if each)
 
 
 def test_a_voter_that_gives_the_record_by_drops_does_not_keep_it_from_who_lacks_it(

@@ -79,10 +79,10 @@ def weighs() -> None:
 def reduces() -> None:
     """Likewise, of what the others sent, the same to all."""
 
-    def reduce(part: int, rows: Any, codec: GroupCodec, weight: Any) -> Mean | None:
+    def reduce(part: int, rows: Any, *how: Any, **rule: Any) -> Mean | None:
         for row in rows:
             row.values.mul_(-10.0)
-        return _combine(part, rows, codec, weight)
+        return _combine(part, rows, *how, **rule)
 
     shares.combine = reduce
 

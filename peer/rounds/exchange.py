@@ -31,7 +31,7 @@ import logging
 import math
 import random
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
@@ -88,7 +88,8 @@ class Attempt:
         self._shares = Shares(
             setup, self._group.compute, MeanSeal(ballots.identity, ballots.ballot)
         )
-        self._words: dict[str, bytes] = {}  # of the means that others hold, by member
+        self._words: dict[str, bytes] = {}  # of all means, as others hold them, by member
+        self._holders: dict[int, list[str]] = defaultdict(list)  # who said that it has a mean
         self._held_since: dict[int, float] = {}  # by share, when a voter said so first
         self._arriving = Counter[int]()  # means that somebody is sending us now
         self._passed_by: set[str] = set()  # who gave others a mean, and us none
@@ -190,10 +191,14 @@ class Attempt:
         size = WORD_BYTES * len(self._setup.shares)
         if peer not in self.members or not isinstance(words, bytes) or len(words) != size:
             raise ValueError(f"{peer} tells what are no words of the means of this attempt")
-        self._words.setdefault(peer, words)
-        if peer in self._setup.voters:
-            for part in held_by(words):
+        held = held_by(words)
+        for part in held:
+            if peer not in self._holders[part]:
+                self._holders[part].append(peer)
+            if peer in self._setup.voters:
                 self._held_since.setdefault(part, time.monotonic())
+        if all(part in held for part, share in enumerate(self._setup.shares) if share.numel):
+            self._words.setdefault(peer, words)
         self._group.notify()
 
     def _tell(self, peers: Collection[str], voters: Collection[str]) -> None:
@@ -239,6 +244,7 @@ class Attempt:
             if not await self._collect(phase):
                 return None
             if phase < last:
+                self._tell_words(await self._group.compute(self._shares.words))
                 earlier.append(await self._group.compute(self._shares.vector, phase))
         return await self._group.compute(assemble_record, self._setup, dict(self._shares.means))
 
@@ -371,9 +377,8 @@ class Attempt:
 
     def _bringer(self, part: int) -> str:
         """Who should have brought us a mean: its reducer, or who says that it has it from that."""
-        sender = self._setup.sender(part)
-        holds = part in held_by(self._words.get(sender, b""))
-        return sender if holds else self._setup.shares[part].reducer
+        sender, reducer = self._setup.sender(part), self._setup.shares[part].reducer
+        return sender if sender in self._holders[part] else reducer
 
     # ---- the vote --------------------------------------------------------------------------------
     async def settle(self) -> AttemptResult:
@@ -427,8 +432,7 @@ class Attempt:
         words = await self._group.compute(self._shares.words)
         lines = [set(self._group.row), set(self._group.opposite)]
         near = [line & self._setup.voters for line in lines]
-        for peer in set[str]().union(*lines) - self._gone:
-            self._push(self._transport.send_words, peer, words, outlives=True)
+        self._tell_words(words)
         compared = set[str]()
         while not self._shares.two_faced and time.monotonic() < self._end:
             alike = {peer for peer, theirs in self._words.items() if theirs == words}
@@ -441,6 +445,10 @@ class Attempt:
                 compared.add(peer)
                 self._group.spawn(self._compare_with(peer, words))
             await self._group.change(self._end)
+
+    def _tell_words(self, words: bytes) -> None:
+        for peer in {*self._group.row, *self._group.opposite} - self._gone:
+            self._push(self._transport.send_words, peer, words, outlives=True)
 
     async def _compare_with(self, peer: str, words: bytes) -> None:
         fetch = partial(self._mean_of, peer)
@@ -557,8 +565,7 @@ class Attempt:
         setup, means = self._setup, self._shares.means
         column = setup.column_of(part)
         reducers = [setup.reducer_in(column, row) for row in range(len(setup.grid.rows))]
-        holders = [peer for peer, words in self._words.items() if part in held_by(words)]
-        random.shuffle(holders)
+        holders = random.sample(self._holders[part], len(self._holders[part]))
         able = dict.fromkeys([*holders, setup.shares[part].reducer, *reducers, *self._group.row])
         others = set(self._group.others)
         # who dies meanwhile is not asked any more

@@ -110,14 +110,17 @@ def splits() -> None:
 
 
 def withholds() -> None:
-    """Gives its mean to one of the others alone, and does not vote."""
+    """Gives its mean to one of the others alone, whoever asks, and does not vote."""
     first = dict[int, str]()
+
+    async def nothing(self: exchange.Attempt, part: int) -> Mean | None:
+        return None
 
     async def push(self: GroupCalls, peer: str, mean: Mean) -> None:
         if first.setdefault(id(mean), peer) == peer:
             await _push(self, peer, mean)
 
-    GroupCalls.push_mean = push
+    GroupCalls.push_mean, exchange.Attempt.checked_mean = push, nothing
     _say_nothing()
 
 

@@ -100,6 +100,7 @@ class Keepers:
         heard, end = _Heard(known), time.monotonic() + timeout_s
         share = OTHERS_SHARE if self._bootstraps else 1.0
         self._aim(known)
+        hasty = self._patience_s is not None
         await _in_time(self._ask(heard, thorough=thorough), share * timeout_s)
         due = [
             key
@@ -117,6 +118,8 @@ class Keepers:
         parts = [due[start : start + MAX_KEYS] for start in range(0, len(due), MAX_KEYS)]
         calls = [self._hear(peer, part, heard) for peer in asked for part in parts]
         await _in_time(asyncio.gather(*calls), end - time.monotonic())
+        if hasty and self._patience_s is None:  # so there are only those that were passed over
+            await _in_time(self._ask(heard, thorough=thorough), end - time.monotonic())
         return heard.by_key()
 
     async def everything(self, key: DHTID, *, timeout_s: float) -> list[Entry]:
@@ -150,10 +153,15 @@ class Keepers:
             # other keepers what lies here is no answer: they may not tell this node everything
             for key in [each for each, nodes in todo.items() if not nodes]:
                 heard.add(key, self._own(key))
-        if not thorough:
-            for key, nodes in todo.items():
-                prompt = self._prompt(nodes.values())
-                todo[key] = {node: at for node, at in nodes.items() if at in prompt}
+        late: dict[PeerID, list[DHTID]] = defaultdict(list)
+        for key, nodes in todo.items():
+            prompt = self._prompt(nodes.values())
+            todo[key] = {node: at for node, at in nodes.items() if at in prompt}
+            for peer in set(nodes.values()) - prompt:
+                late[peer].append(key)
+        if thorough:  # who is passed over tells what it has if that comes in time
+            for peer, keys in late.items():
+                self._beside(self._hear(peer, keys[:MAX_KEYS], heard))
         left = {key for key in todo if thorough or not heard.answered(key)}
         while left := {key for key in left if todo[key]}:
             asked = _one_of_each({key: todo[key] for key in left})

@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, AsyncIterator, TypeVar  # noqa: UP035 - hivemind knows this one only
 
@@ -139,9 +139,10 @@ class PeerService(StageServicer):
         if not isinstance(size, int) or not 0 <= size <= attempt.max_bytes(part, kind):
             raise CallRefused(f"{size} bytes for part {part}")
         attempt.check_sender(peer, part, kind)
-        with self._taking_only(attempt, peer, part, kind), attempt.arriving(part, kind):
+        with self._taking_only(attempt, peer, part, kind):
             accept()  # before that nothing of it is held
-            payload = await self._payload(request, part, size)
+            came = partial(attempt.bytes_came, part, kind)
+            payload = await self._payload(request, part, size, came)
         if kind == "part":
             await attempt.on_part(peer, part, payload)
         else:
@@ -150,12 +151,18 @@ class PeerService(StageServicer):
         return answer_of({})
 
     async def _payload(
-        self, request: AsyncIterator[runtime_pb2.ExpertRequest], part: int, size: int
+        self,
+        request: AsyncIterator[runtime_pb2.ExpertRequest],
+        part: int,
+        size: int,
+        came: Callable[[], None],
     ) -> bytes:
+        """came: is called with each piece."""
         payload = bytearray()
         async for frame in request:
             chunk = chunk_of(frame)
             payload += chunk
+            came()
             self.received.add("averaging", len(chunk))
             if len(payload) > size:
                 raise CallRefused(f"more than the {size} bytes of part {part}")

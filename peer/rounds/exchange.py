@@ -10,10 +10,9 @@ committed only by a majority of signed votes on the digest of the record (vote_c
 
 A phase has what most members need to compute, and its share of the exchange's time. It bounds how
 long reducers wait for parts and for other rows, so that who is slow is left out, and when all are
-asked for a mean that has not come; a member that got its means of the first phase too late to be
-counted in the second can still reduce, and vote. A mean that others say they hold, and that is not
-on its way to us, is asked for before that; whoever should have brought it is told of in the next
-round, and where most missed it that goes on without it (group.py).
+asked for a mean that has not come; what others hold and nobody brings is asked for before that
+(held_means.py). A member that got its means of the first phase too late to be counted in the second
+can still reduce, and vote.
 
 A member hears of deaths from those that it watches, and from the votes of those that gave up: two
 that missed the same peer are believed, one alone may be cut off itself. Votes go to one's row, and
@@ -28,13 +27,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 import time
-from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -45,10 +43,11 @@ from dilocox.compression.stage_codec import StageEncoder
 from dilocox.peer.rounds.ballots import Ballots
 from dilocox.peer.rounds.group import AttemptResult, AttemptSetup, Mean, ShareRefused
 from dilocox.peer.rounds.group_calls import GroupCalls
+from dilocox.peer.rounds.held_means import HeldMeans
 from dilocox.peer.rounds.live_group import LiveGroup
 from dilocox.peer.rounds.record import digest_of
 from dilocox.peer.rounds.shares import Shares, assemble_record, encode
-from dilocox.peer.rounds.signed_means import WORD_BYTES, MeanSeal, held_by
+from dilocox.peer.rounds.signed_means import WORD_BYTES, MeanSeal
 from dilocox.peer.rounds.vote_count import Verdict
 
 logger = logging.getLogger(__name__)
@@ -58,6 +57,7 @@ logger = logging.getLogger(__name__)
 PARTS_SHARE = 0.6
 PARTS_SHARE_OF_ROWS, ROWS_SHARE = 0.4, 0.65
 FETCH_ROUNDS = 2  # how often everybody is asked for a mean whose reducer is gone
+HOLDERS_SILENCES = 4  # times `silence_s`, in which one that says that it holds a mean gives it
 ASKED_AT_ONCE = 16  # members, other ones each time, how an undecided vote ended
 VOTES_PAUSE_S = 0.25  # a row's votes go to the other rows together, if they come so soon
 
@@ -88,11 +88,8 @@ class Attempt:
         self._shares = Shares(
             setup, self._group.compute, MeanSeal(ballots.identity, ballots.ballot)
         )
+        self._held = HeldMeans(setup)
         self._words: dict[str, bytes] = {}  # of all means, as others hold them, by member
-        self._holders: dict[int, list[str]] = defaultdict(list)  # who said that it has a mean
-        self._held_since: dict[int, float] = {}  # by share, when a voter said so first
-        self._arriving = Counter[int]()  # means that somebody is sending us now
-        self._passed_by: set[str] = set()  # who gave others a mean, and us none
         self.running = False
         self._told: set[str] = set()  # members of our row whose votes the other rows have from us
         self._waited_out = False  # the exchange's time is over and means are missing
@@ -125,15 +122,10 @@ class Attempt:
                 if self._setup.sender(part) != peer:
                     raise ShareRefused(f"the mean of part {part} does not come from {peer}")
 
-    @contextmanager
-    def arriving(self, part: int, kind: str) -> Generator[None]:
-        """While somebody sends us this (`kind`: part, row, mean)."""
-        self._arriving[part] += kind == "mean"
-        try:
-            yield
-        finally:
-            self._arriving[part] -= kind == "mean"
-            self._group.notify()
+    def bytes_came(self, part: int, kind: str) -> None:
+        """Some of this (`kind`: part, row, mean), from the one that `check_sender` lets send it."""
+        if kind == "mean":
+            self._held.bytes_came(part)
 
     async def on_part(self, peer: str, column: int, payload: bytes) -> None:
         """A member's values of a column that we average; refused, it leaves the member out."""
@@ -191,13 +183,7 @@ class Attempt:
         size = WORD_BYTES * len(self._setup.shares)
         if peer not in self.members or not isinstance(words, bytes) or len(words) != size:
             raise ValueError(f"{peer} tells what are no words of the means of this attempt")
-        held = held_by(words)
-        for part in held:
-            if peer not in self._holders[part]:
-                self._holders[part].append(peer)
-            if peer in self._setup.voters:
-                self._held_since.setdefault(part, time.monotonic())
-        if all(part in held for part, share in enumerate(self._setup.shares) if share.numel):
+        if self._held.hear(peer, words):
             self._words.setdefault(peer, words)
         self._group.notify()
 
@@ -226,6 +212,7 @@ class Attempt:
             self._group.watch_neighbours()
             for column in self._shares.columns:
                 self._group.spawn(self._reduce(column))
+            self._group.spawn(self._ask_holders())
             if self._group.opposite:
                 self._group.spawn(self._tell_other_rows())
             record = await self.exchange_parts()
@@ -244,7 +231,7 @@ class Attempt:
             if not await self._collect(phase):
                 return None
             if phase < last:
-                self._tell_words(await self._group.compute(self._shares.words))
+                self._group.spawn(self._tell_words())
                 earlier.append(await self._group.compute(self._shares.vector, phase))
         return await self._group.compute(assemble_record, self._setup, dict(self._shares.means))
 
@@ -329,8 +316,7 @@ class Attempt:
             late = missing if now >= due else set[int]()
             wanted = {part for part in late if not asked[part]}
             # not at once again: what its reducer gave others may still be on its way to them
-            kept, look_at = self._kept_from_us(missing)
-            elsewhere = lost | (missing & self._cut_off()) | kept
+            elsewhere = lost | (missing & self._cut_off())
             if now >= again_at and elsewhere:
                 again_at = now + self._limits.silence_s / 2
                 wanted |= elsewhere
@@ -338,7 +324,7 @@ class Attempt:
                 asked[part] += part in lost or part in late
                 await self._ask_for_mean(part)
             if not wanted:
-                until = min(end if late else due, look_at)
+                until = end if late else due
                 await self._group.change(min(until, again_at) if elsewhere else until)
         return True
 
@@ -364,21 +350,6 @@ class Attempt:
             for part in range(len(self._setup.shares))
             if part in lied or self._setup.sender(part) in gone
         }
-
-    def _kept_from_us(self, missing: Collection[int]) -> tuple[set[int], float]:
-        """Of the missing shares those that others have held for a while, and nobody is sending us;
-        and when there may be more of them.
-        """
-        pause_s, now = self._limits.silence_s / 2, time.monotonic()
-        due = {part: at + pause_s for part, at in self._held_since.items() if part in missing}
-        still = {p for p in due if not self._arriving[p] and not self._shares.coming(p)}
-        kept = {part for part in still if due[part] <= now}
-        return kept, min((due[part] for part in still - kept), default=math.inf)
-
-    def _bringer(self, part: int) -> str:
-        """Who should have brought us a mean: its reducer, or who says that it has it from that."""
-        sender, reducer = self._setup.sender(part), self._setup.shares[part].reducer
-        return sender if sender in self._holders[part] else reducer
 
     # ---- the vote --------------------------------------------------------------------------------
     async def settle(self) -> AttemptResult:
@@ -429,10 +400,9 @@ class Attempt:
         Who voted counts as it voted, and who is gone, or aborted, not at all. No longer than the
         exchange may last: who waits in vain votes for what it has.
         """
-        words = await self._group.compute(self._shares.words)
+        words = await self._tell_words()
         lines = [set(self._group.row), set(self._group.opposite)]
         near = [line & self._setup.voters for line in lines]
-        self._tell_words(words)
         compared = set[str]()
         while not self._shares.two_faced and time.monotonic() < self._end:
             alike = {peer for peer, theirs in self._words.items() if theirs == words}
@@ -446,9 +416,12 @@ class Attempt:
                 self._group.spawn(self._compare_with(peer, words))
             await self._group.change(self._end)
 
-    def _tell_words(self, words: bytes) -> None:
+    async def _tell_words(self) -> bytes:
+        """Tell those near us which means we hold."""
+        words = await self._group.compute(self._shares.words)
         for peer in {*self._group.row, *self._group.opposite} - self._gone:
             self._push(self._transport.send_words, peer, words, outlives=True)
+        return words
 
     async def _compare_with(self, peer: str, words: bytes) -> None:
         fetch = partial(self._mean_of, peer)
@@ -504,7 +477,7 @@ class Attempt:
     async def _result(self, deadline: float) -> AttemptResult:
         """Read the verdict; who lacks the record that was committed fetches it from its voters."""
         verdict, chosen = self.ballots.decision.verdict, self.ballots.decision.digest
-        missed = self._passed_by if verdict is Verdict.COMMITTED else self._told_missing()
+        committed = verdict is Verdict.COMMITTED
         if chosen is not None and chosen != self.digest:
             self.record = await self._fetch_record(chosen, deadline)
         return AttemptResult(
@@ -514,7 +487,7 @@ class Attempt:
             certificate=self.ballots.certificate() if chosen is not None else None,
             abort=self.ballots.abort(),
             blamed=self.ballots.blamed() if verdict is Verdict.VOID else (),
-            missed=tuple(sorted(missed)),
+            missed=tuple(sorted(self._held.passed_by if committed else self._told_missing())),
             members=self._group.members,
             seconds=time.monotonic() - self._started - self._codec_s,
             codec_s=self._codec_s,
@@ -565,8 +538,7 @@ class Attempt:
         setup, means = self._setup, self._shares.means
         column = setup.column_of(part)
         reducers = [setup.reducer_in(column, row) for row in range(len(setup.grid.rows))]
-        holders = random.sample(self._holders[part], len(self._holders[part]))
-        able = dict.fromkeys([*holders, setup.shares[part].reducer, *reducers, *self._group.row])
+        able = dict.fromkeys([setup.shares[part].reducer, *reducers, *self._group.row])
         others = set(self._group.others)
         # who dies meanwhile is not asked any more
         peers = (peer for peer in able if peer in others and peer not in self._gone)
@@ -579,10 +551,30 @@ class Attempt:
         if mean is not None and mean.part == part:
             with suppress(PayloadRefused, ShareRefused):
                 await self._take_mean(mean)
-            bringer = self._bringer(part)
-            if self._shares.means.get(part) is mean and bringer not in (peer, self._setup.me):
-                self._passed_by.add(bringer)
         self._group.notify()
+
+    async def _ask_holders(self) -> None:
+        """Ask for what others hold and nobody brings us, one mean after the other."""
+        phases, means = range(len(self._setup.phases)), self._shares.means
+        while (now := time.monotonic()) < self._end:
+            missing = set[int]().union(*map(self._shares.missing, phases))
+            kept, again_at = self._held.kept_from_us(missing)
+            part = next((each for each in kept if not self._shares.coming(each)), None)
+            if part is None:
+                await self._group.change(min(again_at, self._end))
+                continue
+            holders = [peer for peer in self._held.holders(part) if peer not in self._gone]
+            deadline = min(self._end, now + HOLDERS_SILENCES * self._limits.silence_s)
+            fetch = partial(self._fetch_held, part)
+            await self._ask_in_turn(holders, fetch, lambda part=part: part in means, deadline)
+            if part not in means:
+                self._held.in_vain(part, holders)
+
+    async def _fetch_held(self, part: int, peer: str) -> None:
+        lacked = part not in self._shares.means
+        await self._fetch_mean(part, peer)
+        if lacked and part in self._shares.means:
+            self._held.given_by(part, peer)
 
     async def _fetch_record(self, digest: str, deadline: float) -> bytes | None:
         voters, found = self.ballots.voters_for(digest), list[bytes]()

@@ -185,7 +185,10 @@ def test_who_answers_late_is_passed_over_for_longer_and_longer(
             assert await seconds(keepers.store({KEY: entry})) < PATIENCE_S
             await asyncio.sleep(1.5 * LATE_S)
             assert near <= wires.kept.keys(), "they are told, all the same"
-            forward_s += pause_s
+            forward_s += pause_s - PAUSE_S / 2
+            wires.asked.clear()
+            assert await look(keepers) and wires.asked == [wires.bootstrap], "too early"
+            forward_s += PAUSE_S / 2
             wires.asked.clear()
             assert PATIENCE_S <= await seconds(look(keepers)) < LATE_S
             assert wires.asked[1:] == [wires.bootstrap], "instead of it"
@@ -196,6 +199,23 @@ def test_who_answers_late_is_passed_over_for_longer_and_longer(
         wires.asked.clear()
         assert all([await look(keepers) for _ in range(2 * LOOKS)])
         assert len(near & set(wires.asked)) > 1, "who answers in time is asked again"
+
+    asyncio.run(scene())
+
+
+def test_who_was_passed_over_is_asked_when_the_bootstrap_gives_no_answer(
+    crowd: list[Identity],
+) -> None:
+    async def scene() -> None:
+        wires = Wires(crowd)
+        keepers = wires.keepers()
+        assert await keepers.store({KEY: Entry(b"me", b"here", LATE)})
+        wires.late_s = dict.fromkeys(wires.others, LATE_S)
+        for _ in range(NEAREST):
+            assert await look(keepers)
+        wires.late_s, wires.gone = {}, [wires.bootstrap]
+        for _ in range(2):
+            assert await look(keepers)
 
     asyncio.run(scene())
 

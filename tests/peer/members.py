@@ -42,7 +42,7 @@ LAYOUT = FlatLayout.of([("weight", (40, 30)), ("bias", (30,))])
 MANIFEST_DIGEST = "0" * 64
 EXCHANGE_S, VOTE_S, SILENCE_S = 2.0, 1.0, 0.5  # a busy machine stands still for a second
 PATIENT_S = 10.0  # where nobody fails nothing waits for its deadline
-THIN_S = 2.0  # that a mean takes to a member with a thin link
+THIN_S, PIECES = 2.0, 10  # that a mean takes to a member with a thin link, in so many of them
 LIMIT_S = 30.0  # of a test's group
 
 Passes = Callable[[str, str, str], bool]
@@ -83,9 +83,10 @@ class Link:
     async def push_mean(self, peer: str, mean: Mean) -> None:
         kind = f"mean{self._group.shares[mean.part].phase}"
         attempt = await self._to(peer, kind)
-        with refused_as_lost(), attempt.arriving(mean.part, "mean"):
-            if peer in self._group.thin:
-                await asyncio.sleep(THIN_S)
+        with refused_as_lost():
+            for _ in range(PIECES if peer in self._group.thin else 0):
+                attempt.bytes_came(mean.part, "mean")
+                await asyncio.sleep(THIN_S / PIECES)
             await attempt.on_mean(self._me, self._group.falsified(self._me, peer, mean))
 
     async def fetch_mean(self, peer: str, part: int, stall_s: float) -> Mean | None:

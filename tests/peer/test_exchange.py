@@ -216,6 +216,35 @@ def test_a_mean_that_is_on_its_way_through_a_thin_link_is_asked_of_nobody(
     assert not any(each.missed for each in results if each)
 
 
+def test_who_says_that_it_holds_what_nobody_has_made_is_asked_once_and_turns_nobody_against_another(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def passes(sender: str, receiver: str, kind: str) -> bool:
+        if kind == "fetch":
+            asked.append((sender, receiver))
+        return True
+
+    group = Group(
+        identities[:4],
+        tmp_path,
+        passes=passes,
+        silence_s=SILENCE_S,
+        exchange_s=PATIENT_S,
+        computing_s=SILENCE_S,
+    )
+    liar, *others = group.peers
+    for peer in others:
+        group.attempts[peer].on_words(liar, b"x" * 8 * len(group.shares))
+    results = asyncio.run(group.run())
+    record_of(group, results)
+    assert seconds(results) < PATIENT_S / 2
+    assert {receiver for _, receiver in asked} == {liar}
+    assert len(asked) <= 2 * len(others) * len(group.shares), "again and again"
+    assert not any(each.missed for each in results if each)
+
+
 def test_a_voter_that_gives_the_record_by_drops_does_not_keep_it_from_who_lacks_it(
     identities: list[Identity], tmp_path: Path
 ) -> None:

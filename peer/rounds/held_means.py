@@ -1,11 +1,12 @@
-"""Means that others of a group say they hold, and that nobody brings us.
+"""Means that others of a group say they hold, and that nobody brings us. Apart from exchange.py,
+which asks for them: it is whom to believe, and whom to blame.
 
 A reducer can give its mean to one member and keep it from the others: these would wait for it until
 the exchange is over, and who has it could not tell them. So with the means of each phase every
 member tells those near it which it holds. Who lacks one that a voter has held for a while, and of
-which no bytes have come of late, asks the holders for it (exchange.py). Who should have brought it
-is *passed by* then: it is told of in the ticket of the next round, and where most were passed by,
-that round goes without it (group.py). A member on a thin link is not: its bytes come.
+which no bytes have come of late, asks the holders for it. Who should have brought it and did not
+is told of in the ticket of the next round, and where most members name it, that round goes without
+it (group.py). Not so one whose bytes come slowly, through a thin link.
 """
 
 from __future__ import annotations

@@ -220,6 +220,7 @@ class FakeAttempt:
         self.error: Exception | None = None
         self.stranger: Exception | None = None
         self.taken: list[tuple[int, bytes]] = []
+        self.came: list[tuple[int, str]] = []
 
     def has_part(self, part: int, kind: str) -> bool:
         return part < 2
@@ -230,6 +231,9 @@ class FakeAttempt:
     def check_sender(self, peer: str, part: int, kind: str) -> None:
         if self.stranger is not None:
             raise self.stranger
+
+    def bytes_came(self, part: int, kind: str) -> None:
+        self.came.append((part, kind))
 
     async def on_part(self, peer: str, part: int, payload: bytes) -> None:
         if self.error is not None:
@@ -272,6 +276,8 @@ def test_parts_that_come_are_counted_as_averaging(service: PeerService) -> None:
     push(service, b"x" * (CHUNK_BYTES + 5))
     assert counted(service.received) == {"averaging": CHUNK_BYTES + 5}
     assert counted(service.refused) == {}
+    attempt: Any = service.attempts[b"g"]
+    assert attempt.came == [(0, "part")] * 2, "of a mean that others hold one must know it"
 
 
 def test_of_one_part_one_stream_of_its_sender_is_held(service: PeerService) -> None:

@@ -277,17 +277,19 @@ def test_parts_of_the_second_phase_are_taken_by_a_member_that_is_still_in_the_fi
     assert contributors(record, 1) == [tuple(group.peers)] * 3
 
 
-def test_a_mean_that_is_lost_on_its_way_is_asked_for_when_its_phase_is_over(
-    identities: list[Identity], tmp_path: Path
+@pytest.mark.parametrize(("told", "least_s", "most_s"), [(False, 1.0, 3.0), (True, 0.0, 5.0)])
+def test_a_mean_that_is_lost_on_its_way_is_asked_for_once_others_tell_of_it_or_its_phase_is_over(
+    identities: list[Identity], tmp_path: Path, told: bool, least_s: float, most_s: float
 ) -> None:
     def passes(sender: str, receiver: str, kind: str) -> bool:
-        return (sender, receiver, kind) != (group.peers[0], group.peers[1], "mean0")
+        lost = (sender, receiver, kind) == (group.peers[0], group.peers[1], "mean0")
+        return not lost and (told or (receiver, kind) != (group.peers[1], "words"))
 
-    group = two_phases(identities, tmp_path, passes=passes, exchange_s=2.0)
+    group = two_phases(identities, tmp_path, passes=passes, exchange_s=20.0 if told else 2.0)
     results = asyncio.run(group.run())
     record = record_of(group, results)
     assert contributors(record, 1) == [tuple(group.peers)] * 3
-    assert 1.0 <= seconds(results) < 2.0
+    assert least_s <= seconds(results) < most_s
 
 
 def test_a_member_too_late_for_the_second_phase_still_averages_its_part_and_votes(

@@ -140,6 +140,8 @@ class Keepers:
                 )
                 if any(each.result() for each in done):
                     end = min(end, time.monotonic() + LATER_S)
+                if not left and self._patience_s is None:  # there are only those passed over
+                    left = {each for each in asked.values() if not each.done()}
         finally:
             for each in asked.values():
                 each.cancel()

@@ -76,7 +76,7 @@ class _Job:
     attempt: int = 0
     abort: bytes = b""
     blamed: tuple[str, ...] = ()
-    # after which record its first attempt was, and whom this peer had missed in its or since
+    # after which record its first attempt was, and whom this peer had missed since
     unreliable: tuple[str, frozenset[str]] = "", frozenset()
     future: Future[AttemptResult] | Future[AttemptResult | None] | None = None
     limit: float = 0.0  # monotonic time: of the state the job is in
@@ -122,9 +122,10 @@ class ExchangeDriver:
         self._in_vain = "", 0  # the newest record, and how many sends were void since
         self._strays: dict[str, tuple[float, bool]] = {}  # since when (monotonic), whether known
         self._not_waited_for = frozenset[str]()  # of them
-        # likewise, who gave others a mean of its exchange and this peer none; and whom it missed
-        # since, or did not hear vote, where nothing was committed
+        # likewise, whom it missed since, or did not hear vote, where nothing was committed
         self._unreliable: tuple[str, frozenset[str]] = "", frozenset()
+        # of which record, and who gave others a mean of its exchange and this peer none
+        self._passed_by: tuple[str, frozenset[str]] = "", frozenset()
         self._waited_in_vain = 0  # sends in a row, whose group others did not come to
 
     @property
@@ -308,7 +309,9 @@ class ExchangeDriver:
             job.unreliable = self._unreliable
         on, names = job.unreliable
         unreliable = names if on == plan.previous else frozenset[str]()
-        often = self._credits(unreliable)
+        of_record, passed_by = self._passed_by
+        named = unreliable | (passed_by if of_record == plan.previous else frozenset[str]())
+        often = self._credits(named)
         proven = {peer for peer in voters(known) if known[peer]} - dial_out
         sitting = sitting_out(() if last is None else last.standings, job.round)
         doubtful = proven & (unreliable | sitting)
@@ -336,7 +339,7 @@ class ExchangeDriver:
             abort=job.abort,
             blamed=job.blamed,
             # a ticket has room for some: not for a crowd before one that has a vote
-            unreliable=tuple(sorted(unreliable, key=lambda peer: (-often[peer], peer))),
+            unreliable=tuple(sorted(named, key=lambda peer: (-often[peer], peer))),
         )
         logger.debug(
             "round %d, attempt %d: looking for the group of %s, due in %.1f s",
@@ -398,7 +401,7 @@ class ExchangeDriver:
                 self._leave_open(job)
         elif result.verdict is Verdict.COMMITTED:
             self._waited_in_vain = 0
-            self._unreliable = result.digest, frozenset(result.missed)
+            self._passed_by = result.digest, frozenset(result.missed)
             self._last_exchange_s = result.seconds + result.codec_s
             self._chain.committed(job.round, result.seconds, result.matchmaking_s)
         else:

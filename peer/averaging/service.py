@@ -155,14 +155,14 @@ class PeerService(StageServicer):
         request: AsyncIterator[runtime_pb2.ExpertRequest],
         part: int,
         size: int,
-        came: Callable[[], None],
+        came: Callable[[int, int], None],
     ) -> bytes:
-        """came: is called with each piece."""
+        """came: is called with how many bytes are here, and of how many."""
         payload = bytearray()
         async for frame in request:
             chunk = chunk_of(frame)
             payload += chunk
-            came()
+            came(len(payload), size)
             self.received.add("averaging", len(chunk))
             if len(payload) > size:
                 raise CallRefused(f"more than the {size} bytes of part {part}")

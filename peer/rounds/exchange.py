@@ -57,7 +57,6 @@ logger = logging.getLogger(__name__)
 PARTS_SHARE = 0.6
 PARTS_SHARE_OF_ROWS, ROWS_SHARE = 0.4, 0.65
 FETCH_ROUNDS = 2  # how often everybody is asked for a mean whose reducer is gone
-HOLDERS_SILENCES = 4  # times `silence_s`, in which one that says that it holds a mean gives it
 ASKED_AT_ONCE = 16  # members, other ones each time, how an undecided vote ended
 VOTES_PAUSE_S = 0.25  # a row's votes go to the other rows together, if they come so soon
 
@@ -88,7 +87,7 @@ class Attempt:
         self._shares = Shares(
             setup, self._group.compute, MeanSeal(ballots.identity, ballots.ballot)
         )
-        self._held = HeldMeans(setup)
+        self._held = HeldMeans(setup, [end for _, end in self._spans])
         self._words: dict[str, bytes] = {}  # of all means, as others hold them, by member
         self.running = False
         self._told: set[str] = set()  # members of our row whose votes the other rows have from us
@@ -122,10 +121,12 @@ class Attempt:
                 if self._setup.sender(part) != peer:
                     raise ShareRefused(f"the mean of part {part} does not come from {peer}")
 
-    def bytes_came(self, part: int, kind: str) -> None:
-        """Some of this (`kind`: part, row, mean), from the one that `check_sender` lets send it."""
+    def bytes_came(self, part: int, kind: str, count: int, size: int) -> None:
+        """So many bytes of this (`kind`: part, row, mean) are here, of so many, from the one that
+        `check_sender` lets send it.
+        """
         if kind == "mean":
-            self._held.bytes_came(part)
+            self._held.bytes_came(part, count, size)
 
     async def on_part(self, peer: str, column: int, payload: bytes) -> None:
         """A member's values of a column that we average; refused, it leaves the member out."""
@@ -556,17 +557,17 @@ class Attempt:
     async def _ask_holders(self) -> None:
         """Ask for what others hold and nobody brings us, one mean after the other."""
         phases, means = range(len(self._setup.phases)), self._shares.means
-        while (now := time.monotonic()) < self._end:
+        while time.monotonic() < self._end:
             missing = set[int]().union(*map(self._shares.missing, phases))
             kept, again_at = self._held.kept_from_us(missing)
             part = next((each for each in kept if not self._shares.coming(each)), None)
             if part is None:
                 await self._group.change(min(again_at, self._end))
                 continue
-            holders = [peer for peer in self._held.holders(part) if peer not in self._gone]
-            deadline = min(self._end, now + HOLDERS_SILENCES * self._limits.silence_s)
+            holders, due = self._held.holders(part), self._spans[self._setup.shares[part].phase][1]
+            there = [peer for peer in holders if peer not in self._gone]
             fetch = partial(self._fetch_held, part)
-            await self._ask_in_turn(holders, fetch, lambda part=part: part in means, deadline)
+            await self._ask_in_turn(there, fetch, lambda part=part: part in means, due)
             if part not in means:
                 self._held.in_vain(part, holders)
 

@@ -84,8 +84,8 @@ class Link:
         kind = f"mean{self._group.shares[mean.part].phase}"
         attempt = await self._to(peer, kind)
         with refused_as_lost():
-            for _ in range(PIECES if peer in self._group.thin else 0):
-                attempt.bytes_came(mean.part, "mean")
+            for piece in range(PIECES if peer in self._group.thin else 0):
+                attempt.bytes_came(mean.part, "mean", piece + 1, PIECES)
                 await asyncio.sleep(THIN_S / PIECES)
             await attempt.on_mean(self._me, self._group.falsified(self._me, peer, mean))
 

@@ -478,6 +478,7 @@ def test_who_gave_this_peer_no_mean_of_the_last_record_is_named_in_the_next_roun
         world.driver.submit(number + 1, FACTS, scheduled_at=world.clock.now, states_taken=0)
         world.tick()
         assert world.orders[-1].unreliable == named
+        assert world.orders[-1].leaders == world.orders[0].leaders, "or it finds no group alone"
 
 
 def test_of_whom_it_missed_those_with_most_records_are_named_first(world: World) -> None:

@@ -165,11 +165,15 @@ def test_members_that_give_a_mean_by_drops_do_not_keep_it_from_the_others(
     assert killed and seconds(results) < PATIENT_S / 2
 
 
+@pytest.mark.parametrize("drops", [False, True])
 @BOTH
 def test_who_gives_its_mean_to_one_member_alone_is_missed_by_the_others_and_not_waited_for(
-    identities: list[Identity], tmp_path: Path, scheme: str
+    identities: list[Identity], tmp_path: Path, scheme: str, drops: bool
 ) -> None:
     def passes(sender: str, receiver: str, kind: str) -> bool:
+        if drops and sender == keeper and kind.startswith("mean"):
+            part = group.part(int(kind.removeprefix("mean")), keeper)
+            group.attempts[receiver].bytes_came(part, "mean", 1, 1000)
         if kind == "fetch" and receiver == keeper:
             return False  # it has it, and gives it nobody
         return sender != keeper or (
@@ -243,6 +247,26 @@ def test_who_says_that_it_holds_what_nobody_has_made_is_asked_once_and_turns_nob
     assert {receiver for _, receiver in asked} == {liar}
     assert len(asked) <= 2 * len(others) * len(group.shares), "again and again"
     assert not any(each.missed for each in results if each)
+
+
+def test_who_says_that_it_holds_what_nobody_has_made_and_is_gone_then_is_not_waited_for(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    group = Group(
+        identities[:4],
+        tmp_path,
+        passes=lambda sender, receiver, kind: True,
+        silence_s=SILENCE_S,
+        exchange_s=PATIENT_S,
+    )
+    liar, *others = group.peers
+    for peer in others:
+        group.attempts[peer].on_words(liar, b"x" * 8 * len(group.shares))
+    group.frozen.add(liar)
+    results = asyncio.run(group.run(frozenset({0})))
+    assert verdicts(results) == {Verdict.VOID}
+    assert seconds(results) < PATIENT_S / 2
+    assert blamed(results) == [liar]
 
 
 def test_a_voter_that_gives_the_record_by_drops_does_not_keep_it_from_who_lacks_it(

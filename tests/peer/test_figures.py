@@ -220,7 +220,7 @@ class FakeAttempt:
         self.error: Exception | None = None
         self.stranger: Exception | None = None
         self.taken: list[tuple[int, bytes]] = []
-        self.came: list[tuple[int, str]] = []
+        self.came: list[tuple[int, str, int, int]] = []
 
     def has_part(self, part: int, kind: str) -> bool:
         return part < 2
@@ -232,8 +232,8 @@ class FakeAttempt:
         if self.stranger is not None:
             raise self.stranger
 
-    def bytes_came(self, part: int, kind: str) -> None:
-        self.came.append((part, kind))
+    def bytes_came(self, part: int, kind: str, count: int, size: int) -> None:
+        self.came.append((part, kind, count, size))
 
     async def on_part(self, peer: str, part: int, payload: bytes) -> None:
         if self.error is not None:
@@ -277,7 +277,9 @@ def test_parts_that_come_are_counted_as_averaging(service: PeerService) -> None:
     assert counted(service.received) == {"averaging": CHUNK_BYTES + 5}
     assert counted(service.refused) == {}
     attempt: Any = service.attempts[b"g"]
-    assert attempt.came == [(0, "part")] * 2, "of a mean that others hold one must know it"
+    whole = CHUNK_BYTES + 5
+    came = [(0, "part", CHUNK_BYTES, whole), (0, "part", whole, whole)]
+    assert attempt.came == came, "of a mean that others hold one must know it"
 
 
 def test_of_one_part_one_stream_of_its_sender_is_held(service: PeerService) -> None:

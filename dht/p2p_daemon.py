@@ -184,8 +184,8 @@ class DaemonOwner:
         options = self._options
         if "bootstrap" in reason:
             return BootstrapsSilent(
-                f"{', '.join(options.reachable)} accept connections but have another peer "
-                "id than that: check that the invite is current"
+                f"{', '.join(options.reachable)} accept connections but do not answer as that "
+                "peer: check that the bootstrap runs, and that the invite is current"
             )
         if "listen" in reason:
             return EnvironmentFault(

@@ -142,6 +142,7 @@ class PeerService(StageServicer):
         with self._taking_only(attempt, peer, part, kind):
             accept()  # before that nothing of it is held
             came = partial(attempt.bytes_came, part, kind)
+            came(0, size)
             payload = await self._payload(request, part, size, came)
         if kind == "part":
             await attempt.on_part(peer, part, payload)

@@ -4,10 +4,11 @@ which asks for them: it is whom to believe, and whom to blame.
 A reducer can give its mean to one member and keep it from the others: these would wait for it until
 the exchange is over, and who has it could not tell them. So with the means of each phase every
 member tells those near it which it holds. Who lacks one that a voter has held for a while, and that
-is not coming, asks the holders for it. What comes so fast that it is whole before its phase is over
-is waited for: it may be a thin link. Who should have brought what came from a holder is told of in
-the ticket of the next round, and where most members name it, that round goes without it (group.py).
-In a group of several rows few members get a mean from its reducer itself, and these alone name it.
+is not coming, asks the holders for it. What comes so fast that it is whole in half of its phase's
+time is waited for. Who should have brought what came from a holder, and did not even begin to, is
+told of in the ticket of the next round, and where most members name it, that round goes without it
+(group.py); who is slow is not, since all that a thin link sends waits for what it sends before. In
+a group of several rows few members get a mean from its reducer itself, and these alone name it.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ class HeldMeans:
         self._dues = dues
         self._holders: dict[int, set[str]] = defaultdict(set)
         self._since: dict[int, float] = {}  # when a voter said so first, by share (monotonic)
-        self._began: dict[int, float] = {}  # when the first bytes of its mean came, likewise
-        self._share_here: dict[int, float] = {}  # of its mean's bytes
+        self._began: dict[int, float] = {}  # when somebody began to send its mean, likewise
+        self._came_at: dict[int, float] = {}  # and when bytes of that came last
+        self._share_here: dict[int, float] = {}  # of them
         self.passed_by = set[str]()
 
     def hear(self, peer: str, words: bytes) -> bool:
@@ -49,8 +51,10 @@ class HeldMeans:
         return all(part in held for part, share in enumerate(self._setup.shares) if share.numel)
 
     def bytes_came(self, part: int, count: int, size: int) -> None:
-        """So many of the bytes of this mean are here, from the one that should bring it."""
-        self._began.setdefault(part, time.monotonic())
+        """So many of the bytes of this mean are here, from the one that should bring it; none yet,
+        where it begins."""
+        self._came_at[part] = time.monotonic()
+        self._began.setdefault(part, self._came_at[part])
         self._share_here[part] = count / max(1, size)
 
     def holders(self, part: int) -> list[str]:
@@ -74,13 +78,12 @@ class HeldMeans:
         return self._dues[self._setup.shares[part].phase]
 
     def _coming(self, part: int) -> bool:
-        """Whether it is whole in time if it goes on like that; whoever has just begun may."""
-        began, here = self._began.get(part), self._share_here.get(part, 0.0)
-        if began is None:
+        """Whether it is whole soon if it goes on like that; what has just begun may be."""
+        if part not in self._began:
             return False
-        since_s = time.monotonic() - began
-        just = since_s < self._setup.deadlines.silence_s
-        return just or since_s <= here * (self._due(part) - began)
+        silence_s, now, began = self._setup.deadlines.silence_s, time.monotonic(), self._began[part]
+        soon = now - began <= self._share_here[part] * (self._due(part) - began) / 2
+        return now - self._came_at[part] < silence_s and (soon or now - began < silence_s)
 
     def given_by(self, part: int, holder: str) -> None:
         """One that was asked gave it. The blame is its reducer's if that gives it to us itself, or
@@ -88,7 +91,7 @@ class HeldMeans:
         """
         sender = self._setup.sender(part)
         known = sender == self._setup.shares[part].reducer or sender in self._holders[part]
-        if known and not self._coming(part) and sender not in (holder, self._setup.me):
+        if known and part not in self._began and sender not in (holder, self._setup.me):
             self.passed_by.add(sender)
 
     def in_vain(self, part: int, asked: Collection[str]) -> None:

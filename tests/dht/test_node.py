@@ -275,7 +275,7 @@ def test_bootstrap_of_another_peer_id_is_refused(
     open_node: OpenNode, first: Node, volunteer: Identity, stranger: Identity
 ):
     address = first[0].visible_addresses()[0].rpartition("/")[0] + f"/{stranger.peer_id}"
-    with pytest.raises(BootstrapsSilent, match="have another peer id"):
+    with pytest.raises(BootstrapsSilent, match="do not answer as that peer"):
         open_node(volunteer, bootstraps=(address,))
 
 

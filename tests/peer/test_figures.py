@@ -278,7 +278,7 @@ def test_parts_that_come_are_counted_as_averaging(service: PeerService) -> None:
     assert counted(service.refused) == {}
     attempt: Any = service.attempts[b"g"]
     whole = CHUNK_BYTES + 5
-    came = [(0, "part", CHUNK_BYTES, whole), (0, "part", whole, whole)]
+    came = [(0, "part", count, whole) for count in (0, CHUNK_BYTES, whole)]
     assert attempt.came == came, "of a mean that others hold one must know it"
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import random
 import time
 from collections import defaultdict
@@ -37,6 +38,8 @@ from dilocox.dht.protocol import (
     entries_of,
     node_id_of,
 )
+
+logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
@@ -214,6 +217,7 @@ class Keepers:
             if len(self._late_until) >= MAX_REMEMBERED:
                 self._late_until.clear()
             self._late_until[peer] = time.monotonic() + pause_s, pause_s
+            logger.debug("%s answers late, and is passed over for %.0f s", peer, pause_s)
 
     def _prompt(self, peers: Iterable[PeerID]) -> set[PeerID]:
         """Those of these keepers that are not passed over now; while no bootstrap answers, all."""

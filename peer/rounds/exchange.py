@@ -566,6 +566,7 @@ class Attempt:
                 continue
             holders, due = self._held.holders(part), self._spans[self._setup.shares[part].phase][1]
             there = [peer for peer in holders if peer not in self._gone]
+            logger.debug("asking %d members for part %d, which they hold", len(there), part)
             fetch = partial(self._fetch_held, part)
             await self._ask_in_turn(there, fetch, lambda part=part: part in means, due)
             if part not in means:

@@ -13,6 +13,7 @@ a group of several rows few members get a mean from its reducer itself, and thes
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 import time
@@ -21,6 +22,8 @@ from collections.abc import Collection, Sequence
 
 from dilocox.peer.rounds.group import AttemptSetup
 from dilocox.peer.rounds.signed_means import held_by
+
+logger = logging.getLogger(__name__)
 
 
 class HeldMeans:
@@ -92,6 +95,7 @@ class HeldMeans:
         sender = self._setup.sender(part)
         known = sender == self._setup.shares[part].reducer or sender in self._holders[part]
         if known and part not in self._began and sender not in (holder, self._setup.me):
+            logger.info("%s gave others its average, and this peer none", sender)
             self.passed_by.add(sender)
 
     def in_vain(self, part: int, asked: Collection[str]) -> None:

@@ -202,9 +202,9 @@ class SignedRecords:
         now, number = self._clock.time(), self._odd.one_of(range(100))
         return self._odd.one_of(
             (
-                (stage_key(self._run, 0), stage_record("training", round=number, replica=me)),
-                (replica_key(self._run), replica_record(me, round=number)),
-                (bell_key(self._run, number), bell_record(now, round=number)),
+                (stage_key(self._run, 0), stage_record(state="training", round=number, replica=me)),
+                (replica_key(self._run), replica_record(members=(me,), round=number)),
+                (bell_key(self._run, number), bell_record(now, number=number)),
                 (part_key(self._run, number), PartRecord(part=number, position=0)),
                 (
                     claim_key(self._run, 0),

@@ -199,7 +199,7 @@ class Hostile:
             swarm = Swarm(self.place.dht, run, key, self.place.clock)
             told = {
                 stage_key(run, 0): stage_record(round=0, replica=key.peer_id),
-                replica_key(run): replica_record([key.peer_id], round=0),
+                replica_key(run): replica_record(members=(key.peer_id,), round=0),
             }
             swarm.publish_many(told, MAX_LIFETIME_S["stage"])
         self._crowd += FRESH_KEYS
@@ -364,7 +364,7 @@ class Hostile:
     def _lead(self, key: Identity, swarm: Swarm, number: int) -> None:
         run, lifetime_s = self.place.run, self.place.manifest.deadlines.record_lifetime_s
         me = key.peer_id
-        leading = replica_record([me], round=number, val_round=number)
+        leading = replica_record(members=(me,), round=number, val_round=number)
         swarm.publish(replica_key(run), leading, lifetime_s)
         hosting = stage_record(state="training", round=number, replica=me)
         swarm.publish(stage_key(run, 0), hosting, lifetime_s)

@@ -21,7 +21,7 @@ def test_the_end_of_the_id_stands_beside_every_name():
 
 
 def test_a_view_shows_a_peer_of_any_stage_with_the_name_that_its_record_states():
-    named = stage_record("training", name="Ada")
+    named = stage_record(state="training", name="Ada")
     view = SwarmView(me="me", stage={"peer-a": named}, stages={1: {"peer-b": named}})
     assert view.shown("peer-a") == "Ada (peer-a)"
     assert view.shown("peer-b") == "Ada (peer-b)"

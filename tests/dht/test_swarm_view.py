@@ -19,11 +19,11 @@ def test_counted_are_those_that_train_or_hold_unsent_tokens_and_oneself() -> Non
     view = SwarmView(
         me="m",
         stage={
-            "z": stage_record("training"),
-            "joins": stage_record("joining"),
-            "spare": stage_record("spare"),
-            "busy spare": stage_record("spare", tokens=5),
-            "left": stage_record("left"),
+            "z": stage_record(state="training"),
+            "joins": stage_record(state="joining"),
+            "spare": stage_record(state="spare"),
+            "busy spare": stage_record(state="spare", tokens=5),
+            "left": stage_record(state="left"),
         },
     )
     assert view.counted() == ("busy spare", "m", "z")
@@ -106,8 +106,8 @@ def test_a_round_is_held_by_some_when_one_of_them_claims_it(kept: list[int], hel
 def test_a_peer_that_only_dials_out_asks_those_that_can_be_reached() -> None:
     def view(client_mode: bool) -> SwarmView:
         shut, own = (
-            stage_record("training"),
-            replace(stage_record("spare"), client_mode=client_mode),
+            stage_record(state="training"),
+            replace(stage_record(state="spare"), client_mode=client_mode),
         )
         peers = {"me": own, "shut": replace(shut, client_mode=True), "open": shut}
         return SwarmView(me="me", stage=peers)

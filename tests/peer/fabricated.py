@@ -18,6 +18,7 @@ from dilocox.peer.monitor.health import Health, health_of
 from dilocox.peer.monitor.history import SwarmHistory
 from dilocox.peer.monitor.look import SwarmLook
 from dilocox.peer.monitor.status import Seen, status_of
+from tests.pipeline import swarms
 
 NOW = 1_763_640_000.0  # 12:00:00 UTC of some day
 RUN = "0123456789abcdef" * 2
@@ -40,40 +41,31 @@ def digest(stage: int, number: int, branch: str = "") -> str:
     return hashlib.sha256(f"{stage}.{number}.{branch}".encode()).hexdigest()
 
 
-# a partial, no function of any names: pyright finds a field that is no more, also in long tests
+# of peers that train, and so of what a page shows
 stage_record = partial(
-    StageRecord,
+    swarms.stage_record,
     state="training",
     round=4,
     inner_steps=20,
-    replica="",
     tokens=100,
     tokens_per_s=500.0,
-    client_mode=False,
-    voids=0,
     version="0.5.0",
     addresses=("/ip4/192.0.2.9/tcp/4001",),
-    blocked="",
     compression_error=0.25,
 )
-
-
-def replica_record(members: Sequence[str], **changes: Any) -> ReplicaRecord:
-    told = ReplicaRecord(
-        members=tuple(members),
-        epoch=1,
-        round=4,
-        inner_step=7,
-        step_s=0.5,
-        tokens_per_s=1000.0,
-        train_loss=2.5,
-        val_loss=2.4,
-        val_round=3,
-        waiting_share=0.02,
-        codec="int8",
-        last_fault="",
-    )
-    return replace(told, **changes)
+replica_record = partial(
+    swarms.replica_record,
+    epoch=1,
+    round=4,
+    inner_step=7,
+    step_s=0.5,
+    tokens_per_s=1000.0,
+    train_loss=2.5,
+    val_loss=2.4,
+    val_round=3,
+    waiting_share=0.02,
+    codec="int8",
+)
 
 
 def claim_record(round_number: int, name: str, chain_tokens: int = 0) -> ClaimRecord:
@@ -138,7 +130,7 @@ class ToldSwarm:
             members = [peer_id(100 * stage + number) for stage in range(stages)]
             for stage, peer in enumerate(members):
                 self.stages[stage][peer] = stage_record(replica=members[0])
-            self.replicas[members[0]] = replica_record(members)
+            self.replicas[members[0]] = replica_record(members=tuple(members))
         for stage in range(stages):
             for number in range(spares):
                 spare = peer_id(100 * stage + max(50, replicas) + number)

@@ -105,7 +105,7 @@ def claim(round_number: int) -> ClaimRecord:
 
 
 def bell(round_number: int) -> BellRecord:
-    return bell_record(1.0, round=round_number)
+    return bell_record(1.0, number=round_number)
 
 
 def replica() -> Any:
@@ -191,7 +191,7 @@ def dht() -> Dht:
     """Three stages, of which this peer is of the second."""
     dht = Dht()
     dht.records = {
-        stage_key(RUN, 0): {"h": stage_record("training", replica="h")},
+        stage_key(RUN, 0): {"h": stage_record(state="training", replica="h")},
         stage_key(RUN, 1): {"me": stage_record(), "x": stage_record()},
         stage_key(RUN, 2): {"z": stage_record()},
         claim_key(RUN, 0): {"h": claim(7)},

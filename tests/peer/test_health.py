@@ -50,7 +50,9 @@ def told(
         },
         claims={0: {peer: claim_record(5, "d", n) for peer, n in (chain_tokens or {}).items()}},
         witness="archive",
-        replicas={str(number): replica_record([], step_s=step_s) for number in range(replicas)},
+        replicas={
+            str(number): replica_record(members=(), step_s=step_s) for number in range(replicas)
+        },
     )
     made = SwarmHistory.begun(len(stages), "root", history.pop("watched_since", NOON - 3600))
     made.held_at, made.seen_at = history.get("held_at"), history.get("seen_at")

@@ -54,7 +54,7 @@ def test_a_head_that_only_holds_a_spare_is_not() -> None:
 
 # ---- whose bells count ---------------------------------------------------------------------------
 def of_heads(*names: str) -> dict[str, ReplicaRecord]:
-    return {name: replica_record(name) for name in names}
+    return {name: replica_record(members=(name,)) for name in names}
 
 
 def counting(stage: int, view: SwarmView, *credited: str, times: int = 9) -> Heads:

@@ -24,11 +24,11 @@ R = 7
 def bell(
     finished_at: float, round_s: float = 40.0, times: tuple[float, float] | None = None
 ) -> BellRecord:
-    return bell_record(finished_at, times, round=R, round_s=round_s)
+    return bell_record(finished_at, times, number=R, round_s=round_s)
 
 
 def replica(step_s: float = 1.0, round_number: int = R) -> ReplicaRecord:
-    return replica_record("a", round=round_number, step_s=step_s)
+    return replica_record(members=("a",), round=round_number, step_s=step_s)
 
 
 def view(

@@ -350,7 +350,19 @@ class Bootstrap:
             for stage in range(2)
             for last in self.chain[-1:]
         }
-        self.keeper.hear(self.hosts, {head: replica_record([head, member], **stated)}, claims)
+        self.keeper.hear(
+            self.hosts,
+            {
+                head: replica_record(
+                    members=(
+                        head,
+                        member,
+                    ),
+                    **stated,
+                )
+            },
+            claims,
+        )
 
     def commit(self, number: int, after_s: float = 10.0, *, branch: str = "") -> None:
         self.now += after_s
@@ -389,7 +401,7 @@ def test_a_row_says_when_a_round_came_and_what_was_stated_of_it(bootstrap: Boots
 
 
 def test_what_others_than_members_state_is_in_no_row(bootstrap: Bootstrap) -> None:
-    stated = replica_record([], round=1, val_round=0, val_loss=0.1, train_loss=0.1)
+    stated = replica_record(members=(), round=1, val_round=0, val_loss=0.1, train_loss=0.1)
     told = {each: replace(stated, members=(each,)) for each in map(peer_id, (1, 2, 3))}
     bootstrap.hosts[0] |= dict.fromkeys(told, stage_record())
     bootstrap.commit(0)
@@ -408,7 +420,8 @@ def test_a_row_has_the_range_of_its_heads_train_losses_but_for_absurd_ones(
 
     def hear(**heads: float) -> None:
         told = {
-            head: replica_record([head], round=0, train_loss=loss) for head, loss in heads.items()
+            head: replica_record(members=(head,), round=0, train_loss=loss)
+            for head, loss in heads.items()
         }
         bootstrap.keeper.hear(bootstrap.hosts, told, {})
 
@@ -425,7 +438,7 @@ def test_absurd_numbers_of_peers_are_no_part_of_it(bootstrap: Bootstrap) -> None
         bootstrap.hear(round=0, train_loss=loss, val_loss=loss, val_round=-1)
     bootstrap.hear(round=2**53, val_round=2**53, train_loss=1.0, val_loss=1.0)
     bootstrap.hosts[0]["stranger"] = stage_record(voids=2**53)
-    bootstrap.keeper.hear(bootstrap.hosts, {"stranger": replica_record([peer_id(0)])}, {})
+    bootstrap.keeper.hear(bootstrap.hosts, {"stranger": replica_record(members=(peer_id(0),))}, {})
     bootstrap.commit(0)
     (found,) = bootstrap.rows()
     assert (found.train, found.validation, found.voids, found.replicas) == (None, None, 0, 0)

@@ -20,7 +20,7 @@ def keeper_of(clock: TestClock | None = None, *, first: int = 0) -> RoundKeeper:
 
 
 def replica(inner_step: int, *members: str) -> ReplicaRecord:
-    return replica_record(*members, inner_step=inner_step, step_s=0.1)
+    return replica_record(members=members, inner_step=inner_step, step_s=0.1)
 
 
 def follow(
@@ -39,13 +39,13 @@ def follow(
 
 # ---- where others lead ---------------------------------------------------------------------------
 def heads_in(**rounds: int) -> dict[str, ReplicaRecord]:
-    return {name: replica_record(name, round=number) for name, number in rounds.items()}
+    return {name: replica_record(members=(name,), round=number) for name, number in rounds.items()}
 
 
 def test_one_head_alone_leads_nobody_to_a_far_round_and_half_of_them_do() -> None:
     keeper = keeper_of()
     heads = heads_in(me=0, a=0, b=0, c=0)
-    far = {64: {"a": bell_record(NOW, (NOW, NOW), round=64)}}
+    far = {64: {"a": bell_record(NOW, (NOW, NOW), number=64)}}
     liar = SwarmView(me="me", replicas=heads | heads_in(a=64), bells=far)
     follow(keeper, 5, liar)
     assert keeper.round == 0
@@ -57,7 +57,7 @@ def test_one_head_alone_leads_nobody_to_a_far_round_and_half_of_them_do() -> Non
 def test_a_bell_of_the_next_round_is_believed_as_soon_as_half_have_rung_this_one() -> None:
     keeper = keeper_of()
     heads = heads_in(me=0, a=0, b=0, c=0)
-    bells = {1: {"a": bell_record(NOW, round=1)}}
+    bells = {1: {"a": bell_record(NOW, number=1)}}
     follow(keeper, 5, SwarmView(me="me", replicas=heads, bells=bells))
     assert keeper.round == 0
     bells[0] = {"b": bell_record(NOW)}
@@ -69,7 +69,7 @@ def test_a_bell_of_the_next_round_is_believed_as_soon_as_half_have_rung_this_one
 def test_of_two_heads_that_are_rounds_apart_the_one_behind_goes_on(ahead: int) -> None:
     """One had been away while the other committed alone: they waited for each other for ever."""
     keeper = keeper_of()
-    bells = {ahead: {"a": bell_record(NOW, round=ahead)}}
+    bells = {ahead: {"a": bell_record(NOW, number=ahead)}}
     follow(keeper, 5, SwarmView(me="me", replicas=heads_in(me=0, a=ahead), bells=bells))
     assert keeper.round == ahead
 
@@ -115,7 +115,9 @@ def test_heads_that_never_ring_keep_nobody_from_the_first_round(beginning: bool)
 def test_who_does_not_count_yet_meets_with_those_who_do_and_holds_nobody_up() -> None:
     """With a quorum of its own it met earlier than the others in every round, and was in none."""
     counting = frozenset("ab")
-    everybody = heads_in(me=0, a=0, b=0) | {"x": replica_record("x", step_s=1e6, hear_s=1e6)}
+    everybody = heads_in(me=0, a=0, b=0) | {
+        "x": replica_record(members=("x",), step_s=1e6, hear_s=1e6)
+    }
     keeper = keeper_of()
 
     def due(**bells: BellRecord) -> bool:
@@ -142,7 +144,7 @@ def test_who_does_not_count_yet_meets_with_those_who_do_and_holds_nobody_up() ->
 def test_for_a_new_and_slow_head_a_share_of_the_round_is_waited_and_no_more(
     stated_s: float,
 ) -> None:
-    new = replica_record("x", step_s=stated_s, hear_s=stated_s)
+    new = replica_record(members=("x",), step_s=stated_s, hear_s=stated_s)
     clock = TestClock()
     keeper = keeper_of(clock)
     clock.now += 100.0  # so long the round took this head, too
@@ -416,7 +418,7 @@ def test_a_replica_follows_the_bells_to_a_later_round(
     own: int, rung: int | None, now_in: int
 ) -> None:
     keeper = keeper_of(first=own)
-    bells = {} if rung is None else {rung: {"other": bell_record(NOW, round=rung)}}
+    bells = {} if rung is None else {rung: {"other": bell_record(NOW, number=rung)}}
     follow(keeper, 0, SwarmView(me="me", bells=bells))
     assert keeper.round == now_in
 
@@ -470,11 +472,11 @@ def test_a_joiner_starts_in_the_current_round() -> None:
         return keeper.round
 
     stated = heads_in(a=4, b=4, c=5)
-    rung = {4: {"a": bell_record(NOW, round=4)}}
+    rung = {4: {"a": bell_record(NOW, number=4)}}
     assert first(VIEW) == 0
     assert first(SwarmView(me="me", replicas=stated)) == 4, "one alone is not the run"
     assert first(SwarmView(me="me", replicas=stated, bells=rung)) == 5, "another one goes on, too"
-    rung |= {number: {name: bell_record(NOW, round=number) for name in "ab"} for number in (5, 6)}
+    rung |= {number: {name: bell_record(NOW, number=number) for name in "ab"} for number in (5, 6)}
     assert first(SwarmView(me="me", replicas=stated, bells=rung)) == 6
     assert first(VIEW, last_record=8) == 9  # nobody trains: after the chain's last record
 

@@ -148,9 +148,9 @@ def test_own_records_of_before_and_of_peers_that_left_count_for_nobody(
 ) -> None:
     folder.note_stage(RUN, 0)
     answer = {
-        0: {"a": stage_record(), "me": stage_record("training")},
-        1: {"me": stage_record(), "gone": stage_record("left")},
-        2: {"b": stage_record("joining")},
+        0: {"a": stage_record(), "me": stage_record(state="training")},
+        1: {"me": stage_record(), "gone": stage_record(state="left")},
+        2: {"b": stage_record(state="joining")},
     }
     assert chosen_stage(asked("auto"), joined(Looks(answer)), folder) == 1
 

@@ -30,14 +30,14 @@ def test_spares_come_first_then_the_nearest_and_unknown_ones_last() -> None:
         round_trips={"near": 0.01, "far": 0.2, "loose near": 0.001},
     )
     here = {name: stage_record() for name in ("unknown", "far", "near")}
-    here |= {"loose near": stage_record("training"), "loose": stage_record("training")}
+    here |= {"loose near": stage_record(state="training"), "loose": stage_record(state="training")}
     found = candidates({1: here}, vacancies)
     assert found == {1: ("near", "far", "unknown", "loose near", "loose")}
 
 
 @pytest.mark.parametrize(
     "record",
-    [stage_record("left"), stage_record("joining"), in_replica("other")],
+    [stage_record(state="left"), stage_record(state="joining"), in_replica("other")],
     ids=lambda record: f"{record.state} {record.replica}",
 )
 def test_peers_that_cannot_come_are_not_asked(record: object) -> None:
@@ -99,14 +99,14 @@ def test_who_has_helped_comes_first_and_who_said_no_after_the_others_by_turns() 
 
 
 def test_a_stage_cannot_be_reached_if_all_its_peers_only_dial_out() -> None:
-    client, joiner = stage_record(client_mode=True), stage_record("joining")
+    client, joiner = stage_record(client_mode=True), stage_record(state="joining")
     assert cannot_be_reached({"a": client, "b": client, "c": joiner})
     assert not cannot_be_reached({"a": client, "b": stage_record()})
     assert not cannot_be_reached({"c": joiner})
 
 
 def test_a_stage_without_anybody_is_named() -> None:
-    records = {1: {"a": stage_record()}, 2: {"gone": stage_record("left")}}
+    records = {1: {"a": stage_record()}, 2: {"gone": stage_record(state="left")}}
     assert missing(records, THREE) == ("stage 2 has no peer",)
     assert missing({}, THREE) == ("stage 1 has no peer", "stage 2 has no peer")
     assert missing({1: records[1]}, TWO) == ()
@@ -118,10 +118,10 @@ def test_what_keeps_the_peers_of_a_stage_is_counted() -> None:
     head = Vacancies(me="head", num_stages=2, members={0: True}, avoid={"dead"})
     mixed = {
         "a": in_replica("other"),
-        "b": stage_record("joining"),
+        "b": stage_record(state="joining"),
         "dead": stage_record(),
         "d": stage_record(client_mode=True),
-        "left": stage_record("left"),
+        "left": stage_record(state="left"),
     }
     assert missing({1: mixed}, head) == (
         "stage 1 has no free peer (1 trains in another replica, 1 is still joining, "

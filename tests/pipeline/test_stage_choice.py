@@ -33,9 +33,9 @@ def test_a_joiner_takes_the_stage_that_has_nobody_then_the_emptiest() -> None:
     assert choose_stage(spares(2, 0, 1), me="me", num_stages=3) == 1
     assert choose_stage(spares(3, 2, 1), me="me", num_stages=3) == 2
     swarm = spares(1, 1)
-    swarm[1] = {f"left{index}": stage_record("left") for index in range(3)}
+    swarm[1] = {f"left{index}": stage_record(state="left") for index in range(3)}
     assert choose_stage(swarm, me="me", num_stages=2) == 1
-    swarm[0] = {"joiner": stage_record("joining")}
+    swarm[0] = {"joiner": stage_record(state="joining")}
     swarm[1] = {"a": in_replica("h"), "b": stage_record()}
     assert choose_stage(swarm, me="me", num_stages=2) == 0
     own = {0: {"a": stage_record()}, 1: {"me": stage_record()}}  # its old record does not count
@@ -63,8 +63,11 @@ def test_joiners_spread_over_stages_that_are_equally_empty() -> None:
         (spares(9, 0, 0), 1),
         ({0: {"a": in_replica("h"), "b": in_replica("h")}, 1: {}}, None),  # they are no spares
         ({0: {"a": stage_record(tokens=5), "b": stage_record(tokens=1)}, 1: {}}, None),
-        ({0: {"a": stage_record("left"), "b": stage_record()}, 1: {}}, None),
-        ({0: spares(4)[0], 1: {"x": stage_record("joining")}}, None),  # somebody is on the way
+        ({0: {"a": stage_record(state="left"), "b": stage_record()}, 1: {}}, None),
+        (
+            {0: spares(4)[0], 1: {"x": stage_record(state="joining")}},
+            None,
+        ),  # somebody is on the way
     ],
 )
 def test_a_spare_moves_from_the_fullest_stage_to_the_emptiest(
@@ -156,7 +159,7 @@ class Movers:
 
     def _move(self, number: int, peer: str, stage: int, target: int) -> None:
         del self.swarm[stage][peer]
-        self.swarm[target][peer] = stage_record("joining")
+        self.swarm[target][peer] = stage_record(state="joining")
         self._joining[peer] = JOINING_LOOKS
         self._movers[peer] = Mover(
             me=peer, stage=target, num_stages=len(self.swarm), hold=self._hold

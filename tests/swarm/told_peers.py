@@ -107,7 +107,7 @@ class ToldPeers:
         lifetime_s = self._place.manifest.deadlines.record_lifetime_s
         members = [self._identities[number + stage].peer_id for stage in range(self._stages)]
         replica = replica_record(
-            members,
+            members=tuple(members),
             round=round_number,
             train_loss=2.0 + 1 / (round_number + 1),
             val_loss=2.1 + 1 / (round_number + 1),

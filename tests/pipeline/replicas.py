@@ -174,7 +174,7 @@ class Swarm:
         for peer in self.peers.values():
             assignment = peer.reservation.assignment
             records.setdefault(peer.stage, {})[peer.me] = stage_record(
-                "spare" if assignment is None else "training",
+                state="spare" if assignment is None else "training",
                 replica="" if assignment is None else assignment.head,
                 client_mode=peer.client,
             )

@@ -26,12 +26,7 @@ from tests.pipeline.swarms import replica_record, stage_record
 
 RUN = "0123456789abcdef" * 2
 STAGE = stage_record(state="training", addresses=("/ip4/127.0.0.1/tcp/1",))
-REPLICA = replica_record(
-    members=(
-        "QmA",
-        "QmB",
-    )
-)
+REPLICA = replica_record(members=("QmA", "QmB"))
 BELL = BellRecord(round=7, finished_at=1e9, round_s=60.0, send_after=None, scheduled_at=1e9)
 CLAIM = ClaimRecord(round=-1, digest="ab" * 32, chain_tokens=0, record_bytes=10)
 ALL = [STAGE, REPLICA, BELL, CLAIM, PartRecord(part=3, position=0)]

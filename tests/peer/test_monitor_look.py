@@ -68,14 +68,7 @@ def dht() -> Dht:
         stage_key(RUN, 0): {HEAD: stage_record()},
         stage_key(RUN, 1): {MEMBER: stage_record(), "x": stage_record(state="left")},
         claim_key(RUN, 0): {HEAD: claim_record(3, "a" * 64)},
-        replica_key(RUN): {
-            HEAD: replica_record(
-                members=(
-                    HEAD,
-                    MEMBER,
-                )
-            )
-        },
+        replica_key(RUN): {HEAD: replica_record(members=(HEAD, MEMBER))},
     }
     return made
 
@@ -90,19 +83,9 @@ def test_a_look_reads_every_stage_and_the_replicas(dht: Dht) -> None:
 
 def test_a_replica_counts_only_under_a_head_that_hosts_stage_0(dht: Dht) -> None:
     dht.stored[replica_key(RUN)] = {
-        HEAD: replica_record(
-            members=(
-                HEAD,
-                MEMBER,
-            )
-        ),
+        HEAD: replica_record(members=(HEAD, MEMBER)),
         MEMBER: replica_record(members=(MEMBER,)),
-        "liar": replica_record(
-            members=(
-                HEAD,
-                MEMBER,
-            )
-        ),
+        "liar": replica_record(members=(HEAD, MEMBER)),
         "empty": replica_record(members=()),
     }
     assert set(dht.looker().look(MANIFEST).replicas) == {HEAD}

@@ -350,19 +350,8 @@ class Bootstrap:
             for stage in range(2)
             for last in self.chain[-1:]
         }
-        self.keeper.hear(
-            self.hosts,
-            {
-                head: replica_record(
-                    members=(
-                        head,
-                        member,
-                    ),
-                    **stated,
-                )
-            },
-            claims,
-        )
+        told = replica_record(members=(head, member), **stated)
+        self.keeper.hear(self.hosts, {head: told}, claims)
 
     def commit(self, number: int, after_s: float = 10.0, *, branch: str = "") -> None:
         self.now += after_s
@@ -420,8 +409,8 @@ def test_a_row_has_the_range_of_its_heads_train_losses_but_for_absurd_ones(
 
     def hear(**heads: float) -> None:
         told = {
-            head: replica_record(members=(head,), round=0, train_loss=loss)
-            for head, loss in heads.items()
+            head: replica_record(members=(head,), round=0, train_loss=at)
+            for head, at in heads.items()
         }
         bootstrap.keeper.hear(bootstrap.hosts, told, {})
 

@@ -344,14 +344,13 @@ class Bootstrap:
         self.keeper = HistoryKeeper(self.history, self.identity, RUN, 2, lambda: self.now)
 
     def hear(self, **stated: Any) -> None:
-        head, member = peer_id(0), peer_id(100)
+        told = replica_record(members=(peer_id(0), peer_id(100)), **stated)
         claims = {
             stage: claim_record(last.round, last.digest)
             for stage in range(2)
             for last in self.chain[-1:]
         }
-        told = replica_record(members=(head, member), **stated)
-        self.keeper.hear(self.hosts, {head: told}, claims)
+        self.keeper.hear(self.hosts, {peer_id(0): told}, claims)
 
     def commit(self, number: int, after_s: float = 10.0, *, branch: str = "") -> None:
         self.now += after_s
@@ -409,8 +408,8 @@ def test_a_row_has_the_range_of_its_heads_train_losses_but_for_absurd_ones(
 
     def hear(**heads: float) -> None:
         told = {
-            head: replica_record(members=(head,), round=0, train_loss=at)
-            for head, at in heads.items()
+            peer: replica_record(members=(peer,), round=0, train_loss=loss)
+            for peer, loss in heads.items()
         }
         bootstrap.keeper.hear(bootstrap.hosts, told, {})
 

@@ -9,8 +9,9 @@ know the same. Four rules rest on it:
   crowd of fresh keys could commit what it likes, or keep a group from every decision.
 - *Probation.* A fresh key costs nothing. In an average a peer counts in full once it was in as many
   records as the others, or in ten; before that less, and all such peers together at most a third.
-- *Left out.* That an attempt had to be repeated without a peer, in its round or the next one, is
-  nobody's fault once. Again soon, and it sits out the next 2 rounds, then 4, 8, ... 64.
+- *Left out.* That an attempt had to be repeated without a peer, in its round or the next one, or
+  went without it since it gave most voters no mean, is nobody's fault once. Again soon, and it sits
+  out the next 2 rounds, then 4, 8, ... 64.
 - *Unheard.* Whose values most of the average lacked in six of its last ten rounds, because reducers
   left them out or they came too late, sits out likewise; after two who was in no average yet: its
   key cost nothing, and an exchange waits for it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import time
@@ -34,6 +35,9 @@ LIMITS = FrameLimits(  # fp32 payloads of 8 MiB
 )
 SHAPE = (4, 512, 1024)
 PATIENCE_S = 10.0  # of a test; what is tested against a limit states its own
+
+# why a peer was not reached, for the report of a test that fails by it
+logging.getLogger("dilocox.pipeline.requests").setLevel(logging.DEBUG)
 
 M = TypeVar("M", bound=Message)
 

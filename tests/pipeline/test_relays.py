@@ -38,7 +38,8 @@ def peers(nodes: list[Node]) -> Iterator[list[Peer]]:
     with running(*up):
         for peer in up[2:]:
             for other in up[:2]:
-                assert peer.ask(other.id)
+                # as a head does: a dial may fail where a machine is busy, and is tried again
+                until(lambda a=peer, b=other: a.ask(b.id, timeout_s=2.0))
         yield up
 
 

@@ -153,7 +153,7 @@ def precision(study: Study) -> None:
     )
     study.report.say(
         "A loss scaler acts on inner steps alone: a send is a difference of weights, which are the "
-        "same to the last bit with it and without (tests/peer/test_inner_optimizer.py, "
+        "same to the last bit with it and without (tests/peer/training/test_inner_optimizer.py, "
         "tests/pipeline/test_stage_worker.py). Training in fp16 itself needs a GPU."
     )
     if found is not None:

@@ -12,11 +12,11 @@ from typing import Any
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.peer.commands.test_bootstrap import FACTS
+from tests.peer.commands.test_bootstrap import text as bootstrap_text
 from tests.peer.fabricated import trained
-from tests.peer.test_bootstrap import FACTS
-from tests.peer.test_bootstrap import text as bootstrap_text
-from tests.peer.test_metrics import Shown
-from tests.peer.test_monitor_metrics import text as monitor_text
+from tests.peer.monitor.test_monitor_metrics import text as monitor_text
+from tests.peer.process.test_metrics import Shown
 
 DOCKER = Path(__file__).parents[2] / "docker"
 RULES_FILE = DOCKER / "prometheus" / "rules.yml"

@@ -13,7 +13,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.dht.processes import wait_until
-from tests.peer.commands import START_LIMIT_S, Command, write_manifest
+from tests.peer.real_commands import START_LIMIT_S, Command, write_manifest
 
 ANSWER_LIMIT_S = 10.0
 LEAVE_LIMIT_S = 20.0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.docker.prometheus import free_ports
-from tests.peer.commands import Command
+from tests.peer.real_commands import Command
 from tests.swarm.conftest import StartSwarm
 from tests.swarm.monitors import series_of
 

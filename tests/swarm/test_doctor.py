@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.docker.prometheus import free_ports
-from tests.peer.commands import Command
+from tests.peer.real_commands import Command
 from tests.swarm.harness import ProcessSwarm
 from tests.swarm.monitors import start_bootstrap
 from tests.swarm.nat import Homes, available

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.peer.commands import run_here
+from tests.peer.real_commands import run_here
 from tests.swarm.conftest import StartSwarm
 
 

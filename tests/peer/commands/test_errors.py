@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.dht.processes import wait_until
-from tests.peer.commands import (
+from tests.peer.real_commands import (
     AFTER_KILL_S,
     LEAVE_LIMIT_S,
     START_LIMIT_S,

@@ -22,7 +22,7 @@ from dilocox.peer.rounds.record import rank_span
 from dilocox.peer.training.report import WAITING, RoundReport, Waiting
 from dilocox.peer.training.unsent_progress import CHUNK_VALUES, fingerprint, norm
 from tests.peer.local_peers import RUN, local_peer
-from tests.peer.test_report import REPORT, STATUS
+from tests.peer.training.test_report import REPORT, STATUS
 
 NUMEL = 1024
 WAITED_S: dict[Waiting, float] = dict.fromkeys(WAITING, 0.0)

@@ -26,8 +26,8 @@ from dilocox.peer.commands.export import TextModel, continue_text
 from dilocox.peer.commands.serve import ChatService, Loaded, StopText, check_room, serving_bytes
 from dilocox.peer.http_pages import PageServer
 from tests.dht.processes import wait_until
+from tests.peer.commands.test_export import LLAMA, RUN, write
 from tests.peer.corpora import write_tokenizer
-from tests.peer.test_export import LLAMA, RUN, write
 from tests.swarm.browser import Window
 
 LOCAL = "127.0.0.1"

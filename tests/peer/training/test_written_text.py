@@ -13,7 +13,7 @@ from dilocox.peer.training import report
 from dilocox.peer.training.data import PROMPT_TOKENS, WRITTEN_TOKENS, open_tokenizer, written_text
 from tests.peer.clocks import TestClock
 from tests.peer.loops import Loop
-from tests.peer.test_learner import end_round, own_record
+from tests.peer.training.test_learner import end_round, own_record
 
 BYTES = open_tokenizer("byt5")
 TEXT = b"import sys\n\x1b[2J def main(" + b"x" * 400

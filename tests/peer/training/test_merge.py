@@ -18,7 +18,7 @@ import torch
 
 from dilocox.dht.manifest import CodecSpec, OuterSpec, RoundSpec
 from dilocox.peer.training.merge import Merge, MergeConfig, Outcome, RecordFacts, Remainder
-from tests.peer.merging import Peer, unsent
+from tests.peer.training.merging import Peer, unsent
 
 H = 4
 

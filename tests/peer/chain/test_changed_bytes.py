@@ -27,8 +27,8 @@ from dilocox.peer.chain.snapshot_files import (
 )
 from dilocox.peer.chain.store import RoundLog
 from dilocox.peer.training.snapshot_taking import Journal, JournaledSend
+from tests.peer.chain.test_archive import CHECK, MANIFEST, Kept
 from tests.peer.kept_chains import ChainMaker
-from tests.peer.test_archive import CHECK, MANIFEST, Kept
 from tests.sweeps import sweep
 
 LAYOUT = "l" * 64

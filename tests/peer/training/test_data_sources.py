@@ -342,7 +342,7 @@ class TestFormats:
             "try:\n    checked_manifest(Path('run.yaml'))\n"
             "except Exception as error:\n    print(error, 'torch' in sys.modules)"
         )
-        root = Path(__file__).parents[2]
+        root = Path(__file__).parents[3]
         done = subprocess.run(
             [sys.executable, "-c", script],
             cwd=tmp_path,

@@ -26,9 +26,9 @@ from dilocox.peer.commands import push
 from dilocox.peer.commands.export import CheckpointDraft, model_card
 from dilocox.peer.commands.push import Repository, run_push_command
 from dilocox.peer.options import PushOptions
-from tests.peer.hub import OWNER, READ_ONLY, TOKEN, Hub, serving
-from tests.peer.test_cli import INVITE
-from tests.peer.test_export import stage_tensors
+from tests.peer.commands.hub import OWNER, READ_ONLY, TOKEN, Hub, serving
+from tests.peer.commands.test_cli import INVITE
+from tests.peer.commands.test_export import stage_tensors
 
 NAME = f"{OWNER}/tales"
 RUN = Invite.parse(INVITE).run_id

@@ -25,7 +25,14 @@ from dilocox.peer.rounds.record import RoundRecord
 from dilocox.peer.training.merge import MergeConfig, RecordFacts, Remainder
 from tests.peer.averaged import averaged, own_contribution
 from tests.peer.codecs import codec_of
-from tests.peer.test_merge_invariant import EVENT, FOREVER, Draw, Schedule, ToldRecord, World
+from tests.peer.training.test_merge_invariant import (
+    EVENT,
+    FOREVER,
+    Draw,
+    Schedule,
+    ToldRecord,
+    World,
+)
 from tests.sweeps import sweep
 
 LAYOUT = FlatLayout.of([("up", (48, 64)), ("bias", (40,)), ("down", (64, 96))])

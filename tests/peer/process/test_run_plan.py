@@ -31,7 +31,7 @@ from dilocox.peer.rounds.round_end import LOOK_S, NOTICE_S
 from dilocox.pipeline.frames import encoded_bytes
 from dilocox.pipeline.partition import hidden_size
 from dilocox.pipeline.stage import stage_layout
-from tests.peer.commands import error_line, run_here
+from tests.peer.real_commands import error_line, run_here
 
 pytestmark = pytest.mark.usefixtures("activations_are_reckoned_once")
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dilocox.peer.training.merge import Merge, MergeConfig, Outcome, RecordFacts, Remainder
-from tests.peer.merging import unsent
+from tests.peer.training.merging import unsent
 
 Draw = tuple[int, int, int]
 Schedule = list[tuple[int, Draw]]

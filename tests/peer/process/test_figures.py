@@ -41,7 +41,7 @@ from dilocox.peer.training.report import LoopMeter, Reporter
 from dilocox.pipeline.messages import Stepped
 from tests.peer.local_peers import local_peer
 from tests.peer.loops import Loop
-from tests.peer.test_report import REPORT, STATUS, Clock
+from tests.peer.training.test_report import REPORT, STATUS, Clock
 
 PEER = "12D3KooWEXWcUQWJ6amCxHKtPFrcNxgepcmy7YXo7tirWjgiJ9Fr"
 

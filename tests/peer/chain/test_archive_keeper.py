@@ -23,8 +23,8 @@ from dilocox.peer.chain import archive_keeper
 from dilocox.peer.chain.archive_keeper import Archive, ArchiveService, Keeper
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.uploads import Source
+from tests.peer.chain.test_archive import MANIFEST, ME, Kept, maker
 from tests.peer.kept_chains import RUN, ChainMaker
-from tests.peer.test_archive import MANIFEST, ME, Kept, maker
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from dilocox.peer.averaging.coordinator import ChildDied
 from dilocox.peer.averaging.events import Failed, Voided
 from dilocox.peer.training import loop as loop_module
 from tests.peer.loops import Loop, manifest
-from tests.peer.test_learner import STEP_TOKENS, end_round, own_record
+from tests.peer.training.test_learner import STEP_TOKENS, end_round, own_record
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from dilocox.peer.training.merge import (
     OutOfOrder,
     RecordFacts,
 )
-from tests.peer.merging import Peer, one
+from tests.peer.training.merging import Peer, one
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dilocox.peer.training import unsent_progress
 from dilocox.peer.training.merge import Merge, MergeConfig, RecordFacts
-from tests.peer.merging import unsent
+from tests.peer.training.merging import unsent
 
 CONFIG = MergeConfig(weight=0.75, decay=1.0)
 

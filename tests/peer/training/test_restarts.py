@@ -18,7 +18,7 @@ from dilocox.peer.chain.snapshot_files import LOCAL_FILE
 from dilocox.peer.training import snapshot_taking
 from dilocox.peer.training.snapshot_taking import BYTES_PER_S
 from tests.peer.loops import Loop
-from tests.peer.merging import unsent
+from tests.peer.training.merging import unsent
 
 STEP_TOKENS = 16
 

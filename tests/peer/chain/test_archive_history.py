@@ -13,8 +13,8 @@ from dilocox.peer.chain.replay import Replayed, replay
 from dilocox.peer.chain.snapshot_files import STATE_FILE
 from dilocox.peer.chain.store import OLDER_NAME, kept_run
 from dilocox.peer.rounds.outer_step import anchor_sha256
+from tests.peer.chain.test_archive import CHECK, MANIFEST, Kept, maker
 from tests.peer.kept_chains import RUN, ChainMaker
-from tests.peer.test_archive import CHECK, MANIFEST, Kept, maker
 
 
 @pytest.fixture

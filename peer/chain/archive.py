@@ -309,7 +309,6 @@ class StageArchive:
         self._building: asyncio.Task[Generation] | None = None
         self._replaces = False  # what is being built: the chain, and not only the state
         self._not_before = 0.0
-        self._grown = False  # since it began: so it has not been away for long
         self._trust = Trust(me=me, witness=witness, record_lifetime_s=record_lifetime_s, now=now)
         self._book = ClaimBook(self._trust)
 
@@ -396,13 +395,16 @@ class StageArchive:
             self._book.came(claim.digest)
             self._book.gave(peer)
             forked = reach.fork_round is not None
-            if reach.too_far and self._grown and not self._trust.may_replace(claim.digest):
+            if reach.too_far and not self._trust.may_replace(claim.digest):
                 logger.error(
-                    "alarm: %s: no records lead to round %d of %s, which is not taken; if this "
-                    "bootstrap was cut off for long, start it again",
+                    "alarm: %s: no records lead to round %d of %s, and those who made the chain "
+                    "kept here do not claim it, so it is not taken; if the run went on while this "
+                    "bootstrap was away, and they have left, stop it, move %s elsewhere, and "
+                    "start it again: it begins with what peers have then",
                     self,
                     claim.round,
                     shown_peer(peer),
+                    self._folder,
                 )
                 self._book.ignore(claim.digest)
                 continue
@@ -424,12 +426,10 @@ class StageArchive:
         digest: str,
         second: Sequence[str] = (),
     ) -> Reached:
-        before = generation.head.digest
         try:
             return await self._chain(peers).catch_up(generation.log, digest, second=second)
         finally:
             generation.grown()
-            self._grown |= generation.head.digest != before
 
     def _chain(self, peers: Sequence[str]) -> ChainClient:
         return ChainClient(self._client, self._check, peers, compute=self._compute)

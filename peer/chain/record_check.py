@@ -25,6 +25,7 @@ from dilocox.peer.rounds.record import (
 from dilocox.peer.rounds.standing import follows, most_tokens
 
 MAX_STATE_HEADER_BYTES = 1 << 16
+MOST_VOID = 1_000_000  # rounds in a row: of ten seconds each, what four months have
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,9 @@ def flaws_after(
     last: that record, or its header; None: the manifest, whose codec begins with `first_ranks`.
     """
     found = list[str]()
+    if record.round - (-1 if last is None else last.round) > MOST_VOID:
+        # a few such jumps would lead to where no later round has a number
+        found.append(f"comes more than {MOST_VOID} rounds after the record before it")
     tokens = record.tokens + (0 if last is None else last.chain_tokens)
     if record.chain_tokens != tokens:
         found.append(f"counts {record.chain_tokens} tokens of the chain, they are {tokens}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -26,7 +27,12 @@ from dilocox.dht.rpc import REFUSED, LoopThread, PeerBusy
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.chain.chain_client import STATE_LIMIT_S, ChainEnd, Limits, NoState
 from dilocox.peer.chain.rollback import STATE_NAME
-from dilocox.peer.chain.snapshot_files import load_state, made_whole, write_state
+from dilocox.peer.chain.snapshot_files import (
+    check_state,
+    load_state,
+    made_whole,
+    write_state,
+)
 from dilocox.peer.chain.store import INITIAL_NAME, KeptState, archive_folder, kept_state
 from dilocox.peer.chain.visitor_download import ClaimedChain, claimed_chain
 from dilocox.peer.rounds.outer_step import anchor_sha256
@@ -54,14 +60,39 @@ def pinned(manifest: Manifest) -> Manifest:
 
 def archive_initial(state: Path, run: str, manifest: Manifest) -> None:
     """Put the initial weights of each stage where a bootstrap's archive gives them to others; what
-    is there stays. Raises as `Checkpoint.stage`, EnvironmentFault if the disk is full.
+    is there and whole stays. Raises as `Checkpoint.stage`, EnvironmentFault if the disk is full.
     """
     for stage in range(len(manifest.initial.anchors)):
         folder = archive_folder(state, run, manifest) / f"stage{stage}" / INITIAL_NAME
-        if kept_state(folder) is None:
-            anchor = _read(manifest, stage)
-            with made_whole(folder / STATE_NAME) as partial:
-                write_state(partial, -1, manifest.root, anchor, torch.zeros_like(anchor))
+        try:
+            whole = _is_whole(folder, manifest)
+        except (ValueError, OSError, InvalidInput) as error:
+            logger.warning("%s: damaged (%s), made anew of the checkpoint", folder, error)
+            shutil.rmtree(folder, ignore_errors=True)
+            try:
+                _write(folder, manifest, stage)
+            except InvalidInput as unreadable:  # nobody needs them but to replay the whole chain
+                logger.error("alarm: stage %d has no initial weights: %s", stage, unreadable)
+        else:
+            if not whole:
+                _write(folder, manifest, stage)
+
+
+def _is_whole(folder: Path, manifest: Manifest) -> bool:
+    """Whether the state is there; reads it. Raises ValueError where it is not what it was."""
+    kept = kept_state(folder)
+    if kept is None:
+        return False
+    check_state(kept.file.parent)
+    if (kept.round, kept.digest) != (-1, manifest.root):
+        raise ValueError(f"it is said to be of round {kept.round}, after {kept.digest[:12]}")
+    return True
+
+
+def _write(folder: Path, manifest: Manifest, stage: int) -> None:
+    anchor = _read(manifest, stage)
+    with made_whole(folder / STATE_NAME) as partial:
+        write_state(partial, -1, manifest.root, anchor, torch.zeros_like(anchor))
 
 
 def _read(manifest: Manifest, stage: int) -> Tensor:

@@ -330,7 +330,10 @@ def test_the_operator_s_archive_takes_no_record_of_strangers_and_never_leaves_it
 
 
 def test_nobody_ends_the_operator_s_chain_by_keeping_no_older_records(
-    donor: ChainMaker, identities: list[Identity], tmp_path: Path
+    donor: ChainMaker,
+    identities: list[Identity],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Its members are gone, so it goes on with whoever comes; but not from a state of theirs."""
     stranger, clock = maker(identities[1], tmp_path / "stranger"), TestClock()
@@ -345,10 +348,16 @@ def test_nobody_ends_the_operator_s_chain_by_keeping_no_older_records(
     assert "state" not in {want["what"] for _, want in kept.swarm.asked}
     donor.train(2)
     assert kept.look(stranger, donor) == donor.claim()
-    # it was down, and all that came after its chain may be gone with those who made it
+    # nor after it was down; where the operator knows that the run went on so, it begins anew
     again = Kept(tmp_path / "kept", donor, stranger, witness=ME, now=clock.monotonic)
+    caplog.clear()
     clock.now += 61.0
-    assert again.look(stranger) == stranger.claim()
+    assert again.look(stranger) == donor.claim()
+    (alarm,) = (text for text in caplog.messages if "alarm" in text)
+    assert f"move {again.folder} elsewhere" in alarm
+    again.folder.rename(tmp_path / "elsewhere")
+    anew = Kept(again.folder, donor, stranger, witness=ME, now=clock.monotonic)
+    assert anew.look(stranger) == stranger.claim()
 
 
 def test_the_operator_s_archive_begins_and_tells_whatever_strangers_claim(

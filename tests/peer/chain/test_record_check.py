@@ -1,4 +1,6 @@
-"""How many tokens a record may say, whoever voted for it: what a peer takes that was not there."""
+"""What a record may say of tokens and rounds, whoever voted for it: a peer that was not there takes
+no other.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dilocox.dht.identity import Identity
-from dilocox.peer.chain.record_check import RecordCheck
+from dilocox.peer.chain.record_check import MOST_VOID, RecordCheck
 from dilocox.peer.rounds.ballots import Ballot, certificate
 from dilocox.peer.rounds.group import tokens_cap
 from dilocox.peer.rounds.record import Contribution, RecordRefused, RoundRecord, digest_of
@@ -95,3 +97,29 @@ def test_more_than_members_can_have_learnt_from_is_refused(
     with pytest.raises(RecordRefused, match=why):
         take(maker, group, tokens, more=more)
     assert maker.log.head().round == 0
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_record_leads_no_further_on_than_rounds_can_have_come_to_nothing(
+    maker: ChainMaker, before: bool
+) -> None:
+    """A stage that follows one of the last round that a key can name has come to its end."""
+    if not before:
+        maker.log.drop_from(0)
+        maker.last, maker.digests[1:], maker.anchors[1:] = None, [], []
+    head = maker.log.head()
+
+    def append(number: int) -> None:
+        last, digests, anchors = maker.last, len(maker.digests), len(maker.anchors)
+        maker.train(number)
+        data, proof = maker.log.read_bytes(number), maker.log.certificate(number)
+        assert data is not None and proof is not None
+        maker.log.drop_from(number)
+        maker.last, maker.digests[digests:], maker.anchors[anchors:] = last, [], []
+        maker.log.append(data, proof)
+
+    with pytest.raises(RecordRefused, match=f"more than {MOST_VOID} rounds after"):
+        append(head.round + MOST_VOID + 1)
+    assert maker.log.head() == head
+    append(head.round + MOST_VOID)
+    assert maker.log.head().round == head.round + MOST_VOID

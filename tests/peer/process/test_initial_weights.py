@@ -33,7 +33,7 @@ from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.chain.archive import StageArchive
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.replay import replay
-from dilocox.peer.chain.snapshot_files import write_state
+from dilocox.peer.chain.snapshot_files import STATE_FILE, write_state
 from dilocox.peer.chain.store import (
     INITIAL_NAME,
     KeptChain,
@@ -216,6 +216,30 @@ def test_the_bootstrap_keeps_each_stage_once_and_says_when_the_checkpoint_is_ano
         folder = archive_folder(tmp_path, RUN, manifest) / f"stage{stage}" / INITIAL_NAME
         kept = kept_state(folder)
         assert kept is not None and (kept.round, kept.digest) == (-1, manifest.root)
+
+
+def test_initial_weights_with_a_changed_byte_are_made_anew(
+    manifest: Manifest, tmp_path: Path, run_yaml: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    archive_initial(tmp_path, RUN, manifest)
+    folder = archive_folder(tmp_path, RUN, manifest) / "stage1" / INITIAL_NAME
+    sound = {path: path.read_bytes() for path in folder.glob("*/*")}
+    assert len(sound) == 3
+    for path, data in sound.items():
+        for place in (0, len(data) // 2, len(data) - 1):
+            wrong = bytearray(data)
+            wrong[place] ^= 1
+            path.write_bytes(wrong)
+            caplog.clear()
+            archive_initial(tmp_path, RUN, manifest)
+            assert f"{folder}: damaged" in caplog.text, f"byte {place} of {path.name}"
+            assert {path: path.read_bytes() for path in folder.glob("*/*")} == sound
+    (folder / "00000000" / STATE_FILE).write_bytes(b"")
+    with out_of_reach(run_yaml):  # the bootstrap begins without them
+        archive_initial(tmp_path, RUN, manifest)
+    assert "stage 1 has no initial weights" in caplog.text and kept_state(folder) is None
+    archive_initial(tmp_path, RUN, manifest)
+    assert {path: path.read_bytes() for path in folder.glob("*/*")} == sound
 
 
 def test_a_peer_reads_its_stage_where_the_checkpoint_is(manifest: Manifest, tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ from dilocox.dht.upload_limit import CHUNK_BYTES
 from dilocox.dht.validator import RunRecordValidator
 from dilocox.peer.chain.archive_keeper import ArchiveService
 from dilocox.peer.chain.chain_client import Fetched, Limits
+from dilocox.peer.chain.record_check import RecordCheck, flaws_after
 from dilocox.peer.chain.snapshot_files import write_state
 from dilocox.peer.chain.uploads import LEAST_BYTES_PER_S, OF_ONE_PEER, Source, open_state
 from dilocox.peer.chain.visitor_download import StageAnchor, claimed_chain, download_anchors
@@ -103,7 +104,7 @@ class Hostile:
         self._nodes: list[RunDHT] = []
         self._questions = multiprocessing.Value("i")  # of all of them
         self._places: list[asyncio.Task[None]] = []
-        self._chunks = 0
+        self._chunks = self._streams = 0
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         asyncio.run_coroutine_threadsafe(self._serve(), self._loop).result(30)
@@ -249,7 +250,7 @@ class Hostile:
         if not self._places:
             begun = asyncio.run_coroutine_threadsafe(self._took_places(), self._loop)
             begun.result(120)
-        return {"streams": len(self._places), "chunks": self._chunks}
+        return {"streams": self._streams, "chunks": self._chunks}
 
     # ---- pieces ----------------------------------------------------------------------------------
     def _keep_to_themselves(self) -> None:
@@ -352,6 +353,7 @@ class Hostile:
         while True:
             with suppress(P2PDaemonError, *REFUSED):
                 opened = await p2p.call_binary_stream_handler(PeerID.from_base58(peer), name)
+                self._streams += 1
                 await opened[1].read()  # until the other side ends it
                 opened[2].close()
             await asyncio.sleep(PAUSE_S)
@@ -454,9 +456,14 @@ class Hostile:
             next_inner_steps=plan.inner_steps_after(last),
             means=means,
         )
-        record = remembering(record, last)
-        data = plan.finished(record).to_bytes()
-        return data, self._certified(record, digest_of(data), names)
+        record = plan.finished(remembering(record, last))
+        data = record.to_bytes()
+        proof = self._certified(record, digest_of(data), names)
+        # but for who voted it is sound, or its refusal would show nothing
+        RecordCheck(self.place.run, 0, manifest, newest.layout).record(data, proof)
+        if flaws := flaws_after(record, last, codec.first_ranks):
+            raise AssertionError(f"what was forged {', '.join(flaws)}")
+        return data, proof
 
     def _certified(self, record: RoundRecord, digest: str, names: list[str]) -> bytes:
         ballot = Ballot(

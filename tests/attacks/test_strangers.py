@@ -33,7 +33,7 @@ JOINERS = 3
 HELD_S, HELD_LIMIT_S = 20.0, 90.0
 MOST_MORE_MB = 50.0
 HELD_STREAMS_MB = 50.0  # beside that, where all streams that may be open are: 50 kB each
-LEAST_ASKED = 100  # times, nodes next to a key by those that look for what is under it
+LEAST_ASKED = 100  # calls of an attack that asks, or is asked; chunks and streams that it has had
 LEAST_SHARE = 0.9 / 2  # of the honest rounds a minute, and a factor of two for busy machines
 
 
@@ -129,6 +129,8 @@ def test_what_a_stranger_does_moves_nobody_and_stops_nobody(
     )
     assert kind != "keepers" or attack.done[-1]["asked"] > LEAST_ASKED
     assert kind != "crowds" or attack.done[-1]["in_view"] > 3 * FRESH_KEYS
+    assert kind != "searches" or attack.done[-1].get("answered", 0) > LEAST_ASKED
+    assert kind != "places" or min(attack.done[-1].values()) > LEAST_ASKED
     assert under_attack >= LEAST_SHARE * honest
     assert more_mb < MOST_MORE_MB + (HELD_STREAMS_MB if kind == "places" else 0.0)
     strangers = [

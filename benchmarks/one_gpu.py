@@ -238,7 +238,7 @@ class SwarmOnCard(LocalSwarm):
         self, phase: int, reducer: int, values: Mapping[str, Tensor], weight: Mapping[str, int]
     ) -> tuple[Tensor, Sequence[str]]:
         """The decoded mean [n] of the reducer's part; everybody counts the same."""
-        codec, numel = self._codec.phases(self.ranks)[phase].codec, len(values["0"])
+        codec, numel = self.codec.phases(self.ranks)[phase].codec, len(values["0"])
         total = torch.zeros(numel, device=self._device)
         for part in values.values():
             total += codec.decode(codec.encode(part.to(self._device)), numel)

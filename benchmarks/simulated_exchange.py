@@ -119,7 +119,7 @@ class AttackedSwarm(LocalSwarm):
     def average(self, number: int, messages: Sequence[Tensor]) -> Tensor:
         """The average of a round's messages, as the liars make it."""
         attack, self._round = self._attack, number
-        attack.change(messages, seed=self._seed * 1000 + number)
+        attack.change(messages, seed=self.seed * 1000 + number)
         started = time.process_time()
         average = super().average(number, messages)
         self.exchange_s += time.process_time() - started
@@ -212,7 +212,7 @@ class AttackedSwarm(LocalSwarm):
     def _centered(
         self, phase: int, values: Mapping[str, Tensor], weight: Mapping[str, int]
     ) -> tuple[Tensor, Sequence[str]]:
-        codec, numel = self._codec.phases(self.ranks)[phase].codec, len(values["0"])
+        codec, numel = self.codec.phases(self.ranks)[phase].codec, len(values["0"])
         payloads = [encode(codec, each) for each in values.values()]
         decoded = torch.stack([decode(codec, each, numel) for each in payloads])
         mean = encode(codec, centered(decoded, list(weight.values())))

@@ -208,7 +208,7 @@ def _hosts(here: Mapping[str, StageRecord], me: str) -> dict[str, tuple[str, ...
     """The addresses of those of a stage that can be dialled, by peer."""
     found: dict[str, tuple[str, ...]] = {}
     for peer, record in here.items():
-        if peer != me and record.state != "left" and not record.client_mode:
+        if peer != me and record.present and not record.client_mode:
             there = tuple(each for each in record.addresses if _is_of(peer, each))
             if there:
                 found[peer] = there

@@ -185,6 +185,11 @@ class StageRecord(Record):
     name: Text = ""
     team: Text = ""
 
+    @property
+    def present(self) -> bool:
+        """Whether it has not said that it left."""
+        return self.state != "left"
+
 
 def stage_figures() -> dict[str, str]:
     """The shares, from 0 to 1, that training loops tell in a StageRecord, and what they are.

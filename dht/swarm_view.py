@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median_low
@@ -30,6 +31,26 @@ def that_count(claims: Mapping[str, ClaimRecord], manifest: Manifest) -> dict[st
         for peer, claim in claims.items()
         if not manifest.rolled_back(claim.round, claim.rules)
     }
+
+
+def believed_first(claims: Mapping[str, ClaimRecord], witness: str = "") -> dict[str, ClaimRecord]:
+    """What is claimed of a stage, for who only looks, and has no chain to judge it by: what the
+    operator's archive, the witness, vouches for; then what most claim, whose ids cost nothing;
+    among equals the longer chain, since right after a commit some have it and others not yet.
+    """
+    vouched = claims.get(witness)
+    # with their tokens: who copies a digest alone could say that the run has ended
+    counts = Counter((claim.digest, claim.chain_tokens) for claim in claims.values())
+
+    def order(item: tuple[str, ClaimRecord]) -> tuple[object, ...]:
+        peer, claim = item
+        told = claim.digest, claim.chain_tokens
+        believed = vouched is not None and told == (vouched.digest, vouched.chain_tokens)
+        # of those the others first: a bootstrap's line is everybody's
+        rest = -counts[told], -claim.chain_tokens, -claim.round, peer
+        return (claim.round < 0, not believed, peer == witness, *rest)
+
+    return dict(sorted(claims.items(), key=order))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +124,7 @@ class SwarmView:
     def leading(self) -> dict[str, ReplicaRecord]:
         """The replicas whose head does not say that it has left: nobody waits for its bell."""
         hosts = self.stages.get(0, {})
-        gone = {peer for peer, host in hosts.items() if host.state == "left"}
+        gone = {peer for peer, host in hosts.items() if not host.present}
         return {head: each for head, each in self.replicas.items() if head not in gone}
 
     def held_by(self, peers: Iterable[str], round_number: int) -> bool:

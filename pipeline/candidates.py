@@ -143,7 +143,7 @@ def cannot_be_reached(here: Mapping[str, StageRecord]) -> bool:
 def _obstacle(peer: str, stage: int, record: StageRecord, vacancies: Vacancies) -> str:
     """Why not to ask this peer, as one of `_WORDS`; empty if nothing stands against it."""
     members = vacancies.members
-    if peer == vacancies.me or record.state == "left":
+    if peer == vacancies.me or not record.present:
         return "gone"
     if record.replica not in ("", vacancies.me):
         return "taken"

@@ -39,7 +39,7 @@ def choose_stage(records: Records, *, me: str, num_stages: int) -> int:
 
 def live_peers(here: Mapping[str, StageRecord]) -> tuple[str, ...]:
     """The peers of a stage that have not left it: joining, spare or training."""
-    return tuple(sorted(peer for peer, record in here.items() if record.state != "left"))
+    return tuple(sorted(peer for peer, record in here.items() if record.present))
 
 
 def next_move(records: Records, *, num_stages: int, turn: int) -> tuple[str, int] | None:

@@ -119,7 +119,7 @@ class HistoryKeeper:
         claims: Mapping[int, ClaimRecord],
     ) -> None:
         """The same of what was read: peers by stage, replicas by head."""
-        present = [{p: each for p, each in of.items() if each.state != "left"} for of in hosts]
+        present = [{p: each for p, each in of.items() if each.present} for of in hosts]
         heads = leading(replicas, hosts[0])
         with self._lock:
             if self._members:  # anybody can say that it leads a replica

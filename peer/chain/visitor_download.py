@@ -31,7 +31,7 @@ from dilocox.dht.join import Joined
 from dilocox.dht.names import shown_peer
 from dilocox.dht.records import ClaimRecord, averaging_prefix, claim_key
 from dilocox.dht.rpc import REFUSED, Client
-from dilocox.dht.swarm_view import nobody_holds, that_count
+from dilocox.dht.swarm_view import believed_first, nobody_holds, that_count
 from dilocox.peer.chain.chain_client import ChainClient, Limits, StateOffer
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.replay import state_after
@@ -45,8 +45,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimedChain:
-    """A stage's chain, and who claims which record of it, the longest claim first; before all
-    those of the record that the operator's archive vouches for.
+    """A stage's chain, and who claims which record of it, those whom to believe first.
 
     peers: how many of the stage are in view; some may have no record yet. witness: the archive's
     peer id. trusted: it, and the bootstraps of the invite.
@@ -86,24 +85,11 @@ NO_LIMITS = Limits(headers_s=math.inf, records_s=math.inf, stall_s=math.inf)
 
 
 def counted_claims(place: Joined, stage: int) -> dict[str, ClaimRecord]:
-    """What a stage's peers claim that counts, of whoever has a record or not yet: first the record
-    that the operator's archive vouches for, then the longest chain.
+    """What a stage's peers claim that counts, of whoever has a record or not yet; those whom to
+    believe first.
     """
     found = place.swarm.read(claim_key(place.run, stage), ClaimRecord) or {}
-    counting = that_count(found, place.manifest)
-    vouched = counting.get(place.witness)
-
-    def order(item: tuple[str, ClaimRecord]) -> tuple[object, ...]:
-        peer, claim = item
-        # with its tokens: who copies the digest alone could say that the run has ended
-        believed = vouched is not None and (claim.digest, claim.chain_tokens) == (
-            vouched.digest,
-            vouched.chain_tokens,
-        )
-        # of those the others first: a bootstrap's line is everybody's
-        return (not believed, peer == place.witness, -claim.chain_tokens, -claim.round, peer)
-
-    return dict(sorted(counting.items(), key=order))
+    return believed_first(that_count(found, place.manifest), place.witness)
 
 
 async def claimed_chain(

@@ -90,7 +90,7 @@ class SwarmFacts:
             record.version[:MAX_VERSION]
             for here in self.records.values()
             for record in here.values()
-            if record.state != "left"
+            if record.present
         )
 
     def stage(self, option: str, before: int | None) -> int:

@@ -197,21 +197,7 @@ class StageRounds:
         self.tokens, self.token_seconds = +self.tokens, +self.token_seconds  # none below one
 
 
-def followed(claims: Mapping[str, ClaimRecord], witness: str = "") -> str | None:
-    """The record that the operator's archive, the witness, claims of a stage; where it has none,
-    the one that most peers claim, whose ids cost nothing. None while nobody claims one.
-
-    Among equals the one with more tokens: right after a commit some have it and others not yet.
-    """
-    if (vouched := claims.get(witness)) is not None and vouched.round >= 0:
-        return vouched.digest
-    held = [claim for claim in claims.values() if claim.round >= 0]
-    counts = Counter(claim.digest for claim in held)
-    best = max(held, key=lambda claim: (counts[claim.digest], claim.chain_tokens), default=None)
-    return None if best is None else best.digest
-
-
-def holders_of(
+def in_order_of_asking(
     claims: Mapping[str, ClaimRecord],
     digest: str,
     *,

@@ -69,7 +69,7 @@ class SwarmLook:
     def present(self, stage: int) -> dict[str, StageRecord]:
         """The peers of a stage that have not left."""
         records = self.stages.get(stage, {})
-        return {peer: record for peer, record in records.items() if record.state != "left"}
+        return {peer: record for peer, record in records.items() if record.present}
 
 
 class Looker:

@@ -34,6 +34,7 @@ from dilocox.dht.identity import Identity
 from dilocox.dht.join import Joined, join_run
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_revisions import ManifestWatch
+from dilocox.dht.swarm_view import believed_first
 from dilocox.peer.chain.round_history import FIRST, HistoryRow
 from dilocox.peer.http_pages import (
     Page,
@@ -45,7 +46,7 @@ from dilocox.peer.http_pages import (
     readiness_page,
 )
 from dilocox.peer.monitor.card import card_svg
-from dilocox.peer.monitor.chains import ChainReader, Order, followed, holders_of
+from dilocox.peer.monitor.chains import ChainReader, Order, in_order_of_asking
 from dilocox.peer.monitor.health import health_of
 from dilocox.peer.monitor.history import SwarmHistory
 from dilocox.peer.monitor.look import Looker, SwarmLook
@@ -312,7 +313,8 @@ class Monitor:
         retry = time.monotonic() >= self._gap_at + GAP_S
         for stage, chain in enumerate(self._history.stages):
             claims = look.claims.get(stage, {})
-            start = followed(claims, look.witness)
+            believed = believed_first(claims, look.witness).values()
+            start = next((claim.digest for claim in believed if claim.round >= 0), None)
             if start is None:
                 continue
             if start in chain.known:
@@ -323,5 +325,7 @@ class Monitor:
                 self._gap_at = time.monotonic()
             hosts = look.stages.get(stage, {})
             dial_out = {peer for peer, record in hosts.items() if record.client_mode}
-            holders = holders_of(claims, start, bootstraps=self._bootstraps, dial_out=dial_out)
+            holders = in_order_of_asking(
+                claims, start, bootstraps=self._bootstraps, dial_out=dial_out
+            )
             self._chains.order(Order(stage, start, {*chain.known, self._history.root}, holders))

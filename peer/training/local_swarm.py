@@ -29,7 +29,9 @@ class LocalSwarm:
     step, merge.
 
     Attributes:
+        seed: of the bases.
         layout: of the flat vectors; `layout.view(anchor)` has the anchor by the model's names.
+        codec: of the stage that the model is.
         ranks: of the coming exchange, one a tensor; empty unless the scheme is low_rank.
         bytes_sent: by all workers so far, payloads only.
     """
@@ -55,12 +57,12 @@ class LocalSwarm:
         self._arrival = 0 if outer.merge == "none" else late
         if not 0 <= self._arrival <= rounds.inner_steps:
             raise ValueError(f"arrival {arrival}: choose from 0 to the {rounds.inner_steps} of H")
-        self._rounds, self._spec, self._seed, self._steps = rounds, codec, seed, 0
+        self._rounds, self._spec, self.seed, self._steps = rounds, codec, seed, 0
         self.layout = FlatLayout.of((n, tuple(p.shape)) for n, p in replicas[0].named_parameters())
         self._outer = OuterStep(outer.learning_rate, outer.momentum)
-        self._codec = StageCodec(self.layout, compression(codec))
-        self.ranks, self.bytes_sent = self._codec.first_ranks, 0
-        self._basis = self._codec.first_basis(f"{seed}/-1")
+        self.codec = StageCodec(self.layout, compression(codec))
+        self.ranks, self.bytes_sent = self.codec.first_ranks, 0
+        self._basis = self.codec.first_basis(f"{seed}/-1")
         self._window: tuple[RoundFacts, ...] = ()
         live = weights or [flatten_parameters(each, self.layout) for each in replicas]
         anchor, momentum = live[0].to("cpu", copy=True), torch.zeros(self.layout.numel)
@@ -105,7 +107,7 @@ class LocalSwarm:
 
     def average(self, number: int, messages: Sequence[Tensor]) -> Tensor:
         """The average fp32 [n] of a round's messages [n], in each of which what is left stays."""
-        codec, spec, ranks = self._codec, self._spec, self.ranks
+        codec, spec, ranks = self.codec, self._spec, self.ranks
         vectors, counted = self.exchange(messages, {str(n): 1 for n in range(len(messages))})
         means = codec.means(ranks, vectors)
         for message, parts in zip(messages, counted, strict=True):
@@ -115,7 +117,7 @@ class LocalSwarm:
             facts = facts_of(ranks=ranks, needed=means.needed(spec.energy), times=())
             self._window = window = following_window(self._window, facts)
             self.ranks = next_ranks(ranks, window, limits=codec.limits, min_rank=spec.min_rank)
-        self._basis = means.next_basis(codec.low_rank(self.ranks), f"{self._seed}/{number}")
+        self._basis = means.next_basis(codec.low_rank(self.ranks), f"{self.seed}/{number}")
         return average
 
     def exchange(
@@ -124,9 +126,9 @@ class LocalSwarm:
         """Each member, by what it counts, reduces one part of each phase: the decoded mean of each
         phase, and by member the parts of the last one in which its values are.
         """
-        encoders = [self._codec.encoder(each, self.ranks, lambda: self._basis) for each in messages]
+        encoders = [self.codec.encoder(each, self.ranks, lambda: self._basis) for each in messages]
         vectors, counted = list[Tensor](), list[list[slice]]()
-        for number, phase in enumerate(self._codec.phases(self.ranks)):
+        for number, phase in enumerate(self.codec.phases(self.ranks)):
             sent = [encoder.vector(number, vectors) for encoder in encoders]
             mean, counted = torch.empty(phase.numel), [list[slice]() for _ in messages]
             for reducer, part in enumerate(split(phase.numel, len(messages))):
@@ -142,7 +144,7 @@ class LocalSwarm:
         self, phase: int, reducer: int, values: Mapping[str, Tensor], weight: Mapping[str, int]
     ) -> tuple[Tensor, Sequence[str]]:
         """The decoded mean [n] of the reducer's part, and whose values [n] are in it."""
-        codec, numel = self._codec.phases(self.ranks)[phase].codec, len(values["0"])
+        codec, numel = self.codec.phases(self.ranks)[phase].codec, len(values["0"])
         reduction = Reduction(codec, weight, numel, self._rounds.robust)
         payloads = {name: encode(codec, part) for name, part in values.items()}
         for name, payload in payloads.items():

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dilocox.dht.records import ClaimRecord
-from dilocox.dht.swarm_view import SwarmView
+from dilocox.dht.swarm_view import SwarmView, believed_first
 from tests.pipeline.swarms import stage_record
 
 
@@ -116,3 +116,34 @@ def test_a_peer_that_only_dials_out_asks_those_that_can_be_reached() -> None:
     assert view(True).within_reach(holders) == ["open", "bootstrap"]
     assert view(True).within_reach(["shut"]) == ["shut"]  # its record may be an old one
     assert view(False).within_reach(holders) == holders
+
+
+FREE = {f"free{number}": claim(900, "nine", 9_000_000) for number in range(5)}
+
+
+@pytest.mark.parametrize(
+    ("claims", "first"),
+    [
+        # of more tokens than are there, by one
+        ({"a": claim(4, "four", 40), "b": claim(4, "four", 40), "c": FREE["free0"]}, "four"),
+        # right after a commit
+        ({"a": claim(4, "four", 40), "b": claim(5, "five", 50)}, "five"),
+        # peer ids cost nothing: with the archive's word they move nobody
+        ({**FREE, "boot": claim(4, "four", 40)}, "four"),
+        ({**FREE, "boot": claim(-1, "root")}, "nine"),
+        ({"new": claim(-1, "root"), "a": claim(0, "none", 1)}, "none"),
+    ],
+)
+def test_who_only_looks_believes_the_archive_then_most(
+    claims: dict[str, ClaimRecord], first: str
+) -> None:
+    believed = believed_first(claims, "boot")
+    assert next(iter(believed.values())).digest == first
+    assert believed == claims, "none is lost"
+
+
+def test_the_archive_itself_is_the_last_of_those_that_have_its_record() -> None:
+    claims = {"boot": claim(4, "four", 40), "peer": claim(4, "four", 40)}
+    claims["copies"] = claim(4, "four", 10**9)  # says with its digest that the run has ended
+    claims["longer"] = claim(900, "nine", 10**9)
+    assert list(believed_first(claims, "boot")) == ["peer", "boot", "longer", "copies"]

@@ -21,11 +21,9 @@ from dilocox.peer.chain.visitor_download import (
     AnchorPlace,
     Patience,
     StageAnchor,
-    counted_claims,
     download_anchors,
 )
 from dilocox.peer.rounds.record import RoundRecord
-from tests.peer.fabricated import claim_record
 from tests.peer.kept_chains import MODEL, ChainMaker, Change
 from tests.peer.memory_swarm import MemorySwarm
 
@@ -117,15 +115,6 @@ def test_what_an_archive_keeps_besides_is_not_waited_for(
     place = swarm.place(MANIFEST, lambda _: {donor.peer: donor.claim()})
     download_anchors(place, lambda _: None, folder=tmp_path, timeout_s=20.0)
     assert not any(want.get("older") for _, want in swarm.asked)
-
-
-def test_who_copies_the_archives_digest_cannot_say_that_the_run_has_ended() -> None:
-    claims = {"boot": claim_record(4, "four", 40), "peer": claim_record(4, "four", 40)}
-    claims["copies"] = claim_record(4, "four", 10**9)
-    claims["longer"] = claim_record(900, "nine", 10**9)
-    place: Any = MemorySwarm().place(MANIFEST, lambda _: claims)
-    place.witness = "boot"
-    assert list(counted_claims(place, 0)) == ["peer", "boot", "longer", "copies"]
 
 
 @pytest.mark.parametrize("newer", [False, True])

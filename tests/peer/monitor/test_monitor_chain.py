@@ -22,8 +22,7 @@ from dilocox.peer.monitor.chains import (
     ChainReader,
     Order,
     Walk,
-    followed,
-    holders_of,
+    in_order_of_asking,
     walk,
 )
 from dilocox.peer.rounds.standing import Standing
@@ -229,24 +228,6 @@ def test_a_walk_that_cannot_begin_frees_its_stage() -> None:
         reader.close()
 
 
-def test_the_record_that_most_peers_claim_is_followed() -> None:
-    claims = {"a": claim_record(4, "four", 40), "b": claim_record(4, "four", 40)}
-    claims["liar"] = claim_record(900, "nine", 9_000_000)
-    assert followed(claims) == "four"
-    assert followed({}) is None and followed({"new": claim_record(-1, "root")}) is None
-    # right after a commit the newer one
-    claims = {"a": claim_record(4, "four", 40), "b": claim_record(5, "five", 50)}
-    assert followed(claims) == "five"
-
-
-def test_no_number_of_peer_ids_moves_the_page_off_the_chain_of_the_operators_archive() -> None:
-    claims = {f"free{number}": claim_record(900, "nine", 9_000_000) for number in range(5)}
-    claims[BOOT] = claim_record(4, "four", 40)
-    assert followed(claims, BOOT) == "four"
-    claims[BOOT] = claim_record(-1, "root")  # it has no record yet
-    assert followed(claims, BOOT) == "nine"
-
-
 def test_bootstraps_are_asked_first_then_those_that_can_be_dialled() -> None:
     claims = {
         "hidden": claim_record(4, "four"),
@@ -255,7 +236,7 @@ def test_bootstraps_are_asked_first_then_those_that_can_be_dialled() -> None:
         "boot": claim_record(2, "two"),
         "new": claim_record(-1, "root"),
     }
-    holders = holders_of(claims, "four", bootstraps={"boot"}, dial_out={"hidden"})
+    holders = in_order_of_asking(claims, "four", bootstraps={"boot"}, dial_out={"hidden"})
     assert holders == ["boot", "peer", "behind", "hidden"]
 
 

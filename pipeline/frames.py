@@ -213,8 +213,8 @@ LINK_KINDS: Final = frozenset(
     {"hello", "heartbeat", "forward", "gradient", "sum", "go"}
     | {"ready", "fault", "evaluate", "evaluated", "dissolve"}
 )
-LETTER_KINDS: Final = frozenset({"relay", "letter", "reply"})  # they carry a sealed request
-KINDS: Final = REQUEST_KINDS | ANSWER_KINDS | LINK_KINDS | LETTER_KINDS
+SEALED_KINDS: Final = frozenset({"relay", "sealed", "reply"})  # they carry what is sealed
+KINDS: Final = REQUEST_KINDS | ANSWER_KINDS | LINK_KINDS | SEALED_KINDS
 TENSOR_KINDS: Final = frozenset({"forward", "gradient", "evaluate"})  # they carry a payload
 WINDOW_KINDS: Final = frozenset({"forward", "evaluate"})  # token windows stand behind the tensor
 TENSOR_DTYPE: Final = "float32"  # of every tensor before coding and after decoding
@@ -234,7 +234,7 @@ class Frame:
     codec, shape, dtype: of the tensor in the payload: one of `CODECS` (or "none": it was not
     finite, only its windows are here), [b, t, d], "float32"; empty without a tensor.
     facts: what a kind needs besides: None, bool, int, float, str and flat lists of these.
-    letter: for LETTER_KINDS only, see relayed_requests.py.
+    sealed: for SEALED_KINDS only, see relayed_requests.py.
     payload: coded bytes, for TENSOR_KINDS only.
     """
 
@@ -251,7 +251,7 @@ class Frame:
     facts: Annotated[Mapping[_Name, _Fact], Field(max_length=MAX_ITEMS)] = field(
         default_factory=dict[str, object]
     )
-    letter: StrictBytes = b""
+    sealed: StrictBytes = b""
     payload: bytes = b""
 
 
@@ -373,8 +373,8 @@ def _checked(values: object) -> Frame:
         raise FrameRefused("dtype", f"{frame.dtype!r} instead of {TENSOR_DTYPE}")
     elif len(frame.shape) != 3:
         raise FrameRefused("shape", f"{len(frame.shape)} lengths, not three")
-    if bool(frame.letter) != (kind in LETTER_KINDS):
-        raise FrameRefused("header", f"the letter of a {kind} frame is {show(frame.letter)}")
+    if bool(frame.sealed) != (kind in SEALED_KINDS):
+        raise FrameRefused("header", f"what is sealed in a {kind} frame is {show(frame.sealed)}")
     return frame
 
 

@@ -55,7 +55,7 @@ class Network:
     answer: called with (peer id, request) for each request, in the network thread: it must be
     quick, and returns a frame of kind "yes" or "no". admits: called likewise with a `hello`; which
     link of this peer it is for, or None to refuse.
-    limits: of links. letters, relays, knows, strangers: see requests.py; used in the network
+    limits: of links. relayed, relays, knows, strangers: see requests.py; used in the network
     thread.
     thread: in which it runs.
     """
@@ -66,7 +66,7 @@ class Network:
         *,
         run: str,
         limits: LinkLimits,
-        letters: RelayedRequests,
+        relayed: RelayedRequests,
         answer: Callable[[str, Frame], Frame],
         admits: Callable[[str, Frame], LinkKey | None],
         relays: Callable[[str], Sequence[str]],
@@ -81,7 +81,7 @@ class Network:
         self._server = RequestServer(
             f"dilocox.{run}.replica",
             self._traffic,
-            letters=letters,
+            relayed=relayed,
             answer=answer,
             welcome=self._welcome,
             relays=relays,

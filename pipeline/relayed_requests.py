@@ -1,11 +1,11 @@
 """Requests that reach a peer by way of a third one: signed, addressed, short-lived, taken once.
 
-What: a letter is a request frame, sealed by whoever asks for one recipient, and the reply likewise.
-Why: a peer that can only dial out can be called by those alone whom it has dialled. They can be
-reached by everybody, and pass letters on (requests.py). Such a one is a stranger to both: it may
-lose a letter, but not make one up, change it, keep it for later or deliver it twice.
-How: the envelope of the DHT's records. Its key names run and recipient, so no letter can be taken
-for a record or for somebody else's; its sequence grows, and a reply has that of its letter.
+What: a request frame, sealed by the peer that asks for one recipient; the reply likewise.
+Why: a peer that can only dial out can be called by those alone that it has dialled. They can be
+reached by everybody, and pass sealed requests on (requests.py). Such a relay is a stranger to both:
+it may lose a request, but not make one up, change it, keep it for later or deliver it twice.
+How: the envelope of the DHT's records. Its key names run and recipient, so it can be taken for no
+record and for nobody else's request; its sequence grows, and a reply has that of its request.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from dilocox.pipeline.frames import (
     parse_prefix,
 )
 
-LIFE_S = 5.0  # of a letter
+LIFE_S = 5.0  # of a sealed request
 AHEAD_S = 2.0  # how far another one's run time may be ahead of ours
-MAX_WRITERS = 4096
-# Each costs a check, most a signature, in a thread that has activations to move. Whoever writes
-# many, or brings nonsense, must not have the letters of others refused.
+MAX_ASKERS = 4096
+# Each costs a check, most a signature, in a thread that has activations to move. A peer that asks
+# often, or brings nonsense, must not have the requests of others refused.
 TAKEN_PER_S, TAKEN_OF_ONE_PER_S = 500, 50
 
 
 class RelayedRequests:
     """Those of one peer in one run; lives in one thread.
 
-    now: run time in seconds. max_writers: whose letters are told apart at a time.
+    now: run time in seconds. max_askers: whose requests are told apart at a time.
     """
 
     def __init__(
@@ -48,31 +48,31 @@ class RelayedRequests:
         run: str,
         now: Callable[[], float],
         *,
-        max_writers: int = MAX_WRITERS,
+        max_askers: int = MAX_ASKERS,
     ):
         self._identity = identity
         self._run = run
         self._now = now
-        self._max_writers = max_writers
-        self._written = 0
-        self._last: dict[str, tuple[int, float]] = {}  # by writer: sequence, until when it counts
+        self._max_askers = max_askers
+        self._asked = 0
+        self._last: dict[str, tuple[int, float]] = {}  # by asker: sequence, until when it counts
         self._second = 0
-        self._taken: Counter[str] = Counter()  # by writer, or who brought nonsense, in this second
-        self._read: set[bytes] = set()  # digests of the letters taken in it
+        self._taken: Counter[str] = Counter()  # by asker, or who brought nonsense, in this second
+        self._read: set[bytes] = set()  # digests of those taken in it
 
-    def write(self, to: str, request: Frame) -> tuple[bytes, int]:
-        """A letter to this peer, and its number."""
-        self._written = max(self._written + 1, int(self._now() * 1e6))  # grows beyond a restart
-        return self._sealed("letter", to, self._written, request), self._written
+    def ask(self, to: str, request: Frame) -> tuple[bytes, int]:
+        """The request, sealed for this peer, and its number."""
+        self._asked = max(self._asked + 1, int(self._now() * 1e6))  # grows beyond a restart
+        return self._sealed("request", to, self._asked, request), self._asked
 
     def take(self, data: bytes, bringer: str) -> tuple[str, Frame, int] | None:
-        """Read a letter to this peer: its writer, the request and the letter's number.
+        """Open what is sealed for this peer: who asks, the request and its number.
 
-        bringer: id of the peer that passed it on; of one writer, and of nonsense of one bringer,
-        only so many letters are read a second.
-        None for one that came before, and for one that a later one overtook: a letter goes by
-        several ways at once, so its copies come late through nobody's fault. Raises `FrameRefused`
-        (letter, crowd, or what a frame is refused for).
+        bringer: id of the peer that passed it on; of one asker, and of nonsense of one bringer,
+        only so many are opened a second.
+        None for one that came before, and for one that a later one overtook: a request goes by
+        several relays at once, so its copies come late through nobody's fault. Raises
+        `FrameRefused` (sealed, crowded, or what a frame is refused for).
         """
         second = int(self._now())
         if second != self._second:
@@ -81,43 +81,43 @@ class RelayedRequests:
         if digest in self._read:
             return None
         if self._taken[bringer] >= TAKEN_OF_ONE_PER_S:
-            raise FrameRefused("crowd", f"{TAKEN_OF_ONE_PER_S} letters of a peer in a second")
+            raise FrameRefused("crowded", f"{TAKEN_OF_ONE_PER_S} requests of a peer in a second")
         if self._taken.total() >= TAKEN_PER_S:
-            raise FrameRefused("crowd", f"{TAKEN_PER_S} letters in a second")
+            raise FrameRefused("crowded", f"{TAKEN_PER_S} sealed requests in a second")
         self._taken[bringer] += 1
-        letter = self._opened("letter", data, self._identity.peer_id)
-        writer = letter.owner
-        self._taken[bringer] -= 1  # it is its writer's, whoever brings it
-        if self._taken[writer] >= TAKEN_OF_ONE_PER_S:
-            raise FrameRefused("crowd", f"{TAKEN_OF_ONE_PER_S} letters of a peer in a second")
-        self._taken[writer] += 1
-        sequence, _ = self._last.get(writer, (-1, 0.0))
-        if letter.sequence <= sequence:
+        opened = self._opened("request", data, self._identity.peer_id)
+        asker = opened.owner
+        self._taken[bringer] -= 1  # it is its asker's, whoever brings it
+        if self._taken[asker] >= TAKEN_OF_ONE_PER_S:
+            raise FrameRefused("crowded", f"{TAKEN_OF_ONE_PER_S} requests of a peer in a second")
+        self._taken[asker] += 1
+        sequence, _ = self._last.get(asker, (-1, 0.0))
+        if opened.sequence <= sequence:
             return None
-        request = _frame(letter.payload)
+        request = _frame(opened.payload)
         if request.kind not in REQUEST_KINDS:
-            raise FrameRefused("kind", f"{request.kind} in a letter")
-        self._note(writer, letter)
+            raise FrameRefused("kind", f"{request.kind} in a sealed request")
+        self._note(asker, opened)
         self._read.add(digest)
-        return writer, request, letter.sequence
+        return asker, request, opened.sequence
 
-    def _note(self, writer: str, letter: Envelope) -> None:
-        if len(self._last) >= self._max_writers and writer not in self._last:
+    def _note(self, asker: str, opened: Envelope) -> None:
+        if len(self._last) >= self._max_askers and asker not in self._last:
             now = self._now()
             self._last = {peer: last for peer, last in self._last.items() if last[1] > now}
-            if len(self._last) >= self._max_writers:
-                raise FrameRefused("crowd", f"{self._max_writers} others wrote in the last seconds")
-        self._last[writer] = letter.sequence, letter.expires_at
+            if len(self._last) >= self._max_askers:
+                raise FrameRefused("crowded", f"{self._max_askers} others asked a moment ago")
+        self._last[asker] = opened.sequence, opened.expires_at
 
     def reply(self, to: str, number: int, answer: Frame) -> bytes:
-        """The reply to a letter of this number."""
+        """The reply to the request of this number, sealed."""
         return self._sealed("reply", to, number, answer)
 
     def read_reply(self, data: bytes, peer: str, number: int) -> Frame:
-        """What this peer replies to our letter; raises `FrameRefused` as `take`."""
+        """What this peer replies to our request; raises `FrameRefused` as `take`."""
         reply = self._opened("reply", data, self._identity.peer_id)
         if reply.owner != peer or reply.sequence != number:
-            raise FrameRefused("letter", "the reply is another one's, or to another letter")
+            raise FrameRefused("sealed", "the reply is another one's, or to another request")
         answer = _frame(reply.payload)
         if answer.kind not in ANSWER_KINDS:
             raise FrameRefused("kind", f"{answer.kind} as an answer")
@@ -132,22 +132,22 @@ class RelayedRequests:
             payload=encode_prefix_and_header(frame),
         )
 
-    def check_passed_on(self, data: bytes, writer: str, to: str) -> None:
-        """Refuse (letter) to pass on what this peer did not write to that one: nonsense would use
+    def check_passed_on(self, data: bytes, asker: str, to: str) -> None:
+        """Refuse (sealed) to pass on what this asker did not seal for that peer: nonsense would use
         up what the recipient takes of this one.
         """
-        if self._opened("letter", data, to).owner != writer:
-            raise FrameRefused("letter", "it is of somebody else")
+        if self._opened("request", data, to).owner != asker:
+            raise FrameRefused("sealed", "it is of somebody else")
 
     def _opened(self, what: str, data: bytes, to: str) -> Envelope:
         try:
             opened = unseal(data)
         except Refused as refused:
-            raise FrameRefused("letter", str(refused)) from refused
+            raise FrameRefused("sealed", str(refused)) from refused
         if opened.key != f"{self._run}/{what}/{to}":
-            raise FrameRefused("letter", "it is for somebody else, or for another purpose")
+            raise FrameRefused("sealed", "it is for somebody else, or for another purpose")
         if not 0 < opened.expires_at - self._now() <= LIFE_S + AHEAD_S:
-            raise FrameRefused("letter", "it is not of this moment")
+            raise FrameRefused("sealed", "it is not of this moment")
         return opened
 
 

@@ -2,9 +2,9 @@
 from network.py: this is what goes over streams, that is the thread and its deadlines.
 
 A short request (ping, reserve, assign, release) is a fresh stream with one frame there and one
-back; to a peer that can only dial out, and has not dialled this one, it goes as a letter
-(relayed_requests.py) by way of others, and every peer passes letters on. A stream whose first frame
-is a `hello` may become a link: that is for network.py to say.
+back; to a peer that can only dial out, and has not dialled this one, it goes sealed, by way of
+others (relayed_requests.py), and every peer passes such requests on. A stream whose first frame is
+a `hello` may become a link: that is for network.py to say.
 Whoever opens a stream is a stranger until its first frame has been answered, and strangers get
 little time, little memory and a limited number of streams. libp2p has proved their peer ids.
 """
@@ -44,13 +44,13 @@ from dilocox.pipeline.relayed_requests import RelayedRequests
 logger = logging.getLogger(__name__)
 
 CLOSING_S = 0.5  # for each step of it
-RELAYS_ASKED = 2  # at once, with the same letter: the first that arrives is answered
-PASSING_LIMIT_S = 2.0  # a letter to its recipient and the reply back
+RELAYS_ASKED = 2  # at once, with the same request: the first that arrives is answered
+PASSING_LIMIT_S = 2.0  # a sealed request to its recipient and the reply back
 _REPLIES = frozenset({"reply", "no"})
 
 
 class _Relay(Facts):
-    to: Annotated[str, Field(max_length=MAX_PEER_ID)]  # whom the letter is for
+    to: Annotated[str, Field(max_length=MAX_PEER_ID)]  # whom the request is for
 
 
 class _No(Facts):
@@ -68,8 +68,8 @@ class StrangerLimits:
     opening_s: for a stranger's first frame and our answer. strangers: of all peers and of one.
     known: of those that have something to do with this peer, likewise: keys cost nothing, and fill
         the places of strangers.
-    passed_on: letters on their way at once, of all peers and of one; few, for each takes the place
-        of a stranger.
+    passed_on: sealed requests on their way at once, of all peers and of one; few, for each takes
+        the place of a stranger.
     """
 
     opening_s: float = 10.0
@@ -95,7 +95,7 @@ class RequestServer:
         name: str,
         traffic: Traffic,
         *,
-        letters: RelayedRequests,
+        relayed: RelayedRequests,
         answer: Callable[[str, Frame], Frame],
         welcome: Callable[[str, Frame, Stream], Awaitable[bool]],
         relays: Callable[[str], Sequence[str]],
@@ -104,7 +104,7 @@ class RequestServer:
     ):
         self._name = name
         self._traffic = traffic
-        self._letters = letters
+        self._relayed = relayed
         self._relays = relays
         self._limits = limits
         self._answer = answer
@@ -112,7 +112,7 @@ class RequestServer:
         self._knows = knows
         self._strangers: Counter[str] = Counter()
         self._known: Counter[str] = Counter()
-        self._passing: Counter[str] = Counter()  # letters on their way, by who asked
+        self._passing: Counter[str] = Counter()  # sealed requests on their way, by asker
         self._address: Any = None
         self._p2p: Any = None
 
@@ -144,8 +144,8 @@ class RequestServer:
             relays = self._relays(peer)[:RELAYS_ASKED]
             try:
                 with self._reached(peer):
-                    by_letter = self._asked_by_letter(peer, frame, relays) if relays else None
-                    return await asyncio.wait_for(by_letter or self._asked(peer, frame), timeout_s)
+                    by_relay = self._asked_by_relay(peer, frame, relays) if relays else None
+                    return await asyncio.wait_for(by_relay or self._asked(peer, frame), timeout_s)
             except Unreachable as error:
                 logger.debug("not reached: %s", error)
                 return None
@@ -178,10 +178,10 @@ class RequestServer:
         finally:
             stream.abort()
 
-    async def _asked_by_letter(self, peer: str, frame: Frame, relays: Sequence[str]) -> Answer:
+    async def _asked_by_relay(self, peer: str, frame: Frame, relays: Sequence[str]) -> Answer:
         """Ask by way of these; the first reply that the peer itself has signed counts."""
-        letter, number = self._letters.write(peer, frame)
-        carried = Frame(kind="relay", letter=letter, facts={"to": peer})
+        sealed, number = self._relayed.ask(peer, frame)
+        carried = Frame(kind="relay", sealed=sealed, facts={"to": peer})
         asking = [asyncio.ensure_future(self._asked(relay, carried, _REPLIES)) for relay in relays]
         failed: list[str] = []
         try:
@@ -190,7 +190,7 @@ class RequestServer:
                     relayed = await next_one
                     if relayed.frame.kind == "no":
                         raise Unreachable(_No.from_facts(relayed.frame.facts).reason)
-                    reply = self._letters.read_reply(relayed.frame.letter, peer, number)
+                    reply = self._relayed.read_reply(relayed.frame.sealed, peer, number)
                     return Answer(frame=reply, round_trip_s=relayed.round_trip_s)
                 except Exception as error:  # noqa: BLE001 - see `_reached`; another may do it
                     if isinstance(error, FrameRefused):
@@ -263,7 +263,7 @@ class RequestServer:
             return await self._welcome(peer, frame, stream)
         if frame.kind in REQUEST_KINDS:
             answer = self._answer(peer, frame)
-        elif frame.kind == "letter":
+        elif frame.kind == "sealed":
             answer = self._answered(peer, frame)
         elif frame.kind == "relay":
             answer = await self._passed_on(peer, frame)
@@ -273,25 +273,25 @@ class RequestServer:
         return False
 
     def _answered(self, bringer: str, frame: Frame) -> Frame:
-        """The sealed answer to a letter, whoever brought it first."""
-        taken = self._letters.take(frame.letter, bringer)
+        """The sealed answer to a sealed request, whoever brought it first."""
+        taken = self._relayed.take(frame.sealed, bringer)
         if taken is None:
             return Frame(kind="no", facts={"reason": "it came before, or a later one did"})
-        writer, request, number = taken
-        reply = self._letters.reply(writer, number, self._answer(writer, request))
-        return Frame(kind="reply", letter=reply)
+        asker, request, number = taken
+        reply = self._relayed.reply(asker, number, self._answer(asker, request))
+        return Frame(kind="reply", sealed=reply)
 
     async def _passed_on(self, asker: str, frame: Frame) -> Frame:
-        """What the recipient of somebody's letter replies; it has dialled this peer, if any."""
+        """What the recipient of a sealed request replies; it has dialled this peer, if any."""
         peer = _Relay.from_facts(frame.facts).to
-        self._letters.check_passed_on(frame.letter, asker, peer)
-        limits, letter = self._limits, Frame(kind="letter", letter=frame.letter)
+        self._relayed.check_passed_on(frame.sealed, asker, peer)
+        limits, sealed = self._limits, Frame(kind="sealed", sealed=frame.sealed)
         try:
             with (
                 self._reached(peer),
                 _place(self._passing, asker, limits.passed_on, limits.passed_on_of_a_peer),
             ):
-                passing = self._asked(peer, letter, _REPLIES)
+                passing = self._asked(peer, sealed, _REPLIES)
                 return (await asyncio.wait_for(passing, PASSING_LIMIT_S)).frame
         except Unreachable as error:
             return Frame(kind="no", facts={"reason": str(error)[:200]})
@@ -299,10 +299,10 @@ class RequestServer:
 
 @contextmanager
 def _place(present: Counter[str], peer: str, most: int, most_of_a_peer: int) -> Generator[None]:
-    """Count this peer as present; raises FrameRefused (crowd) where as many are as may be."""
+    """Count this peer as present; raises FrameRefused (crowded) where as many are as may be."""
     if present[peer] >= most_of_a_peer or present.total() >= most:
         raise FrameRefused(
-            "crowd", f"too many open streams: at most {most_of_a_peer} a peer and {most} in all"
+            "crowded", f"too many at once: at most {most_of_a_peer} a peer and {most} in all"
         )
     present[peer] += 1
     try:

@@ -9,7 +9,7 @@ import typer.main
 import yaml
 
 from benchmarks.run_all import BENCHES
-from dilocox.dht.manifest import Manifest
+from dilocox.dht.manifest import PROTOCOL_VERSION, Manifest
 from dilocox.peer.cli import app
 
 ROOT = Path(__file__).parents[1]
@@ -45,6 +45,11 @@ def test_the_readmes_first_screen_says_what_it_is_shows_it_and_how_to_run_it() -
         "pip install torch --index-url https://download.pytorch.org/whl/cpu && pip install .",
     ):
         assert line in first
+
+
+def test_the_changelog_names_the_newest_protocol() -> None:
+    told = re.findall(r"Protocol (\d+)", (ROOT / "CHANGELOG.md").read_text())
+    assert int(told[0]) == max(map(int, told)) == PROTOCOL_VERSION
 
 
 def test_files_that_the_readme_links_to_exist() -> None:

@@ -263,7 +263,7 @@ class PeerService(StageServicer):
             return None
 
         def refuse(reason: str) -> None:
-            if reason == "nonsense":
+            if reason == "question":
                 self.refused.add("question")
 
         def pace(want: dict[str, Any], found: Source) -> Callable[[int], Awaitable[None]]:

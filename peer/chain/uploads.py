@@ -122,7 +122,7 @@ class Uploads:
         taken.
 
         find: what it asks for, None if it is not here. refuse: counts what was asked in vain: for
-        "nonsense" or our "disk", or while we are "busy". pace: for what was found, what counts so
+        "question" or our "disk", or while we are "busy". pace: for what was found, what counts so
         many bytes, or waits until they may leave.
         """
         want: dict[str, Any] = {}
@@ -133,7 +133,7 @@ class Uploads:
         except OSError:
             refuse("disk")
         except (ValueError, KeyError, TypeError, OverflowError):
-            refuse("nonsense")
+            refuse("question")
         if found is None:
             yield answer_of({})
             return

@@ -162,7 +162,7 @@ class Assembly:
                 silence_s=manifest.deadlines.silence_s,
                 room=lambda: available_bytes() / 4,
             ),
-            letters=RelayedRequests(local.identity, local.run, local.clock.time),
+            relayed=RelayedRequests(local.identity, local.run, local.clock.time),
             relays=self._relays,
             knows=self._knows,
             answer=self._answer,

@@ -385,7 +385,7 @@ class Hostile:
     async def _held(self, key: Identity, spare: str) -> bool:
         """Whether this peer is a member of this key's replica now."""
         me = key.peer_id
-        letters = RelayedRequests(key, self.place.run, self.place.clock.time)
+        relayed = RelayedRequests(key, self.place.run, self.place.clock.time)
         assignment = Assignment(
             replica=me,
             epoch=int(time.time()),
@@ -398,11 +398,11 @@ class Hostile:
         )
         asked = ("reserve", {"stage": 1}), ("assign", assignment.to_facts())
         for kind, facts in asked:
-            letter, number = letters.write(spare, Frame(kind=kind, replica=me, facts=facts))
-            reply = await self._asked(spare, Frame(kind="letter", letter=letter))
+            sealed, number = relayed.ask(spare, Frame(kind=kind, replica=me, facts=facts))
+            reply = await self._asked(spare, Frame(kind="sealed", sealed=sealed))
             if reply.kind != "reply":
                 return False
-            if letters.read_reply(reply.letter, spare, number).kind != "yes":
+            if relayed.read_reply(reply.sealed, spare, number).kind != "yes":
                 return False
         return True
 

@@ -108,7 +108,7 @@ def test_nobody_is_dialled_who_cannot_be_or_is_gone_or_names_another() -> None:
     assert dial_targets(stages, ME, 0) == {}
 
 
-def test_between_two_that_only_dial_out_those_pass_letters_on_whom_both_have_dialled() -> None:
+def test_between_two_that_only_dial_out_those_pass_requests_on_whom_both_have_dialled() -> None:
     at_home, far = host(50, client_mode=True), host(51, client_mode=True)
     stages = {
         0: dict([at_home, host(1)]),
@@ -137,7 +137,7 @@ def test_in_a_large_swarm_any_two_that_only_dial_out_have_dialled_the_same_peers
     assert set(both) <= set(dial_targets(stages, far[0], 2))
 
 
-def test_a_head_that_can_be_reached_asks_by_letter_whom_it_cannot_call() -> None:
+def test_a_head_that_can_be_reached_asks_by_relay_whom_it_cannot_call() -> None:
     stages = swarm_of(100)
     far = host(51, client_mode=True)
     stages[2] |= dict([far])

@@ -84,8 +84,8 @@ def any_frames(draw: st.DrawFn) -> Frame:
         "facts": draw(facts),
     }
     kind = draw(st.sampled_from(sorted(frames.KINDS)))
-    if kind in frames.LETTER_KINDS:
-        return Frame(kind=kind, letter=draw(st.binary(min_size=1, max_size=40)), **common)
+    if kind in frames.SEALED_KINDS:
+        return Frame(kind=kind, sealed=draw(st.binary(min_size=1, max_size=40)), **common)
     if kind not in frames.TENSOR_KINDS:
         return Frame(kind=kind, **common)
     codec = draw(st.sampled_from([*CODECS, NOT_FINITE]))

@@ -85,11 +85,11 @@ class Peer:
     relays: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
     known: Collection[str] = ()
     asked: list[tuple[str, Frame]] = field(default_factory=list[tuple[str, Frame]])
-    letters: RelayedRequests = field(init=False)
+    relayed: RelayedRequests = field(init=False)
     network: Network = field(init=False)
 
     def __post_init__(self) -> None:
-        self.letters = RelayedRequests(self.node.identity, RUN, self.node.clock.time)
+        self.relayed = RelayedRequests(self.node.identity, RUN, self.node.clock.time)
         self.network = Network(
             self.node.dht,
             run=RUN,
@@ -101,7 +101,7 @@ class Peer:
                 room=self.room,
                 inbox_bytes=self.inbox_bytes,
             ),
-            letters=self.letters,
+            relayed=self.relayed,
             relays=lambda peer: self.relays.get(peer, ()),
             knows=lambda peer: peer in self.known,
             answer=self.answer,

@@ -66,9 +66,9 @@ def test_the_bytes_of_a_frame_are_the_documented_ones():
     [
         {"kind": "hug"},
         {"kind": "go", "payload": b"x"},
-        {"kind": "go", "letter": b"x"},
-        {"kind": "letter", "letter": "x"},
-        {"kind": "letter", "letter": bytes(24 * 1024)},
+        {"kind": "go", "sealed": b"x"},
+        {"kind": "sealed", "sealed": "x"},
+        {"kind": "sealed", "sealed": bytes(24 * 1024)},
         {"kind": "relay"},
         {"kind": "go", "codec": "bf16"},
         {"kind": "forward"},

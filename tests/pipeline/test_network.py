@@ -311,7 +311,7 @@ def test_peer_may_open_only_so_many_streams_without_a_frame(nodes: list[Node]) -
     peer = Peer(nodes[0], strangers=StrangerLimits(strangers_of_a_peer=0))
     with running(peer):
         assert raw_stream(nodes[1], peer.id, PING) == b""
-        assert peer.network.refused == {"crowd": 1}
+        assert peer.network.refused == {"crowded": 1}
 
 
 def test_who_has_to_do_with_a_peer_has_places_that_no_stranger_fills(nodes: list[Node]) -> None:

@@ -61,7 +61,7 @@ def test_of_two_ways_one_is_enough_and_the_request_counts_once(
     for count in range(1, 6):
         assert head.ask(far.id)
         assert len(far.asked) == count
-    assert not far.network.refused, "the same letter by another way is no fault"
+    assert not far.network.refused, "the same request by another way is no fault"
     with frozen(nodes[1]):
         for _ in range(3):
             assert head.ask(far.id)
@@ -78,28 +78,28 @@ def test_who_is_gone_costs_no_more_than_the_limit(peers: list[Peer]) -> None:
     assert time.monotonic() - began < 5.0
 
 
-def test_a_letter_that_was_brought_before_or_is_none_is_refused(
+def test_a_request_that_was_brought_before_or_is_none_is_refused(
     peers: list[Peer], nodes: list[Node]
 ) -> None:
     relay, _, head, far = peers
-    old, _ = head.letters.write(far.id, PING)
-    letter, _ = head.letters.write(far.id, PING)
-    carried = Frame(kind="relay", letter=letter, facts={"to": far.id})
+    old, _ = head.relayed.ask(far.id, PING)
+    sealed, _ = head.relayed.ask(far.id, PING)
+    carried = Frame(kind="relay", sealed=sealed, facts={"to": far.id})
     assert b"reply" in raw_stream(nodes[2], relay.id, carried)
     assert far.asked == [(head.id, PING)]
-    for odd in (letter, old):
-        carried = Frame(kind="relay", letter=odd, facts={"to": far.id})
+    for odd in (sealed, old):
+        carried = Frame(kind="relay", sealed=odd, facts={"to": far.id})
         answer = raw_stream(nodes[2], relay.id, carried)
         assert b"reply" not in answer and b"reason" in answer
-    for node, odd in ((nodes[2], b"?"), (nodes[1], head.letters.write(far.id, PING)[0])):
-        carried = Frame(kind="relay", letter=odd, facts={"to": far.id})
+    for node, odd in ((nodes[2], b"?"), (nodes[1], head.relayed.ask(far.id, PING)[0])):
+        carried = Frame(kind="relay", sealed=odd, facts={"to": far.id})
         assert b"reply" not in raw_stream(node, relay.id, carried)
-    until(lambda: relay.network.refused["letter"] == 2)
+    until(lambda: relay.network.refused["sealed"] == 2)
     assert len(far.asked) == 1 and not far.network.refused, "they would count against the relay"
 
 
 @pytest.mark.parametrize("limit", ["passed_on", "passed_on_of_a_peer"])
-def test_letters_to_who_does_not_answer_take_few_places_of_strangers(
+def test_requests_to_who_does_not_answer_take_few_places_of_strangers(
     nodes: list[Node], limit: str
 ) -> None:
     head, far = Peer(nodes[2]), Peer(nodes[3])
@@ -108,12 +108,12 @@ def test_letters_to_who_does_not_answer_take_few_places_of_strangers(
         assert far.ask(relay.id)
         head.relays = {far.id: [relay.id]}
         post = RelayedRequests(nodes[1].identity, RUN, nodes[1].clock.time)
-        letter, _ = post.write(far.id, PING)
-        carried = Frame(kind="relay", letter=letter, facts={"to": far.id})
+        sealed, _ = post.ask(far.id, PING)
+        carried = Frame(kind="relay", sealed=sealed, facts={"to": far.id})
         with frozen(nodes[3]), ThreadPoolExecutor() as pool:
             held = [pool.submit(raw_stream, nodes[1], relay.id, carried) for _ in range(5)]
-            until(lambda: relay.network.refused["crowd"] == 3)
+            until(lambda: relay.network.refused["crowded"] == 3)
             assert not all(each.done() for each in held)
             assert head.ask(relay.id, timeout_s=1.0), "it answers others"
-            assert sum(b"crowd" in each.result() for each in held) == 3
+            assert sum(b"crowded" in each.result() for each in held) == 3
         assert head.ask(far.id), "the places are free again"

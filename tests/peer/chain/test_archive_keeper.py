@@ -58,7 +58,7 @@ def test_the_service_answers_as_an_averager_does(donor: ChainMaker, tmp_path: Pa
     for nonsense in ({}, {"what": "record", "digest": "f" * 64}, {"what": "vote"}):
         (answer,) = asyncio.run(asked(nonsense))
         assert facts_of(answer) == {}
-    assert refused == {"nonsense": 1}  # what is not kept is no fault of who asks
+    assert refused == {"question": 1}  # what is not kept is no fault of who asks
     assert [name for name in dir(ArchiveService) if name.startswith("rpc_")] == ["rpc_get"]
 
 

@@ -53,7 +53,7 @@ class Reachability:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WayBack:
+class FallbackPeers:
     """How a peer comes back into its run while no bootstrap can be reached, noted while it was in.
 
     addresses: of other peers, with their ids. client_mode: whether it only dialled out: those whom
@@ -68,15 +68,15 @@ class WayBack:
         return bool(self.addresses)
 
     def keep(self, file: Path) -> None:
-        """Write it for `kept_way_back`."""
+        """Write it for `kept_fallback`."""
         with contextlib.suppress(EnvironmentFault):  # a full disk is told by what is needed there
             write_atomically(file, json.dumps(vars(self)).encode(), durable=False)
 
 
-NO_WAY_BACK = WayBack()
+NO_FALLBACK = FallbackPeers()
 
 
-def kept_way_back(file: Path) -> WayBack:
+def kept_fallback(file: Path) -> FallbackPeers:
     """What was kept there; none if that cannot be read."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, InvalidInput):
         kept = json.loads(file.read_bytes())
@@ -84,8 +84,8 @@ def kept_way_back(file: Path) -> WayBack:
         for address in addresses:
             bootstrap_address(address)
         flags = {name: kept[name] is True for name in ("client_mode", "local_network")}
-        return WayBack(addresses=addresses, **flags)
-    return NO_WAY_BACK
+        return FallbackPeers(addresses=addresses, **flags)
+    return NO_FALLBACK
 
 
 FindReach = Callable[[Any, Sequence[Any], Sequence[str]], Awaitable[Reachability]]
@@ -135,8 +135,8 @@ def reachable_bootstraps(bootstraps: Sequence[str], patience_s: float) -> tuple[
 
 
 def wait_for_entry(
-    bootstraps: Sequence[str], back: WayBack, *, patience_s: float = BOOTSTRAP_PATIENCE_S
-) -> WayBack:
+    bootstraps: Sequence[str], fallback: FallbackPeers, *, patience_s: float = BOOTSTRAP_PATIENCE_S
+) -> FallbackPeers:
     """Return as soon as a bootstrap accepts a TCP connection, or a peer that was in the run: the
     way back by those peers, where no bootstrap does. Says in the log that it waits.
     """
@@ -145,15 +145,15 @@ def wait_for_entry(
         try:
             reachable_bootstraps(bootstraps, patience_s)
         except BootstrapsSilent as error:
-            if reachable := _without_fault(_dial_faults(back.addresses)):
+            if reachable := _without_fault(_dial_faults(fallback.addresses)):
                 logger.warning("%s; joining by peers that were there before", error)
-                return replace(back, addresses=reachable)
+                return replace(fallback, addresses=reachable)
             if not told:
                 logger.warning("%s; trying again until one answers", error)
             told = True
             time.sleep(BETWEEN_TRIES_S)
         else:
-            return NO_WAY_BACK
+            return NO_FALLBACK
 
 
 def _dial_faults(addresses: Sequence[str]) -> dict[str, str | None]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import typer
 
-from dilocox.dht.addresses import NO_WAY_BACK, Reachability, WayBack
+from dilocox.dht.addresses import NO_FALLBACK, FallbackPeers, Reachability
 from dilocox.dht.clock import RunClock
 from dilocox.dht.errors import BootstrapsSilent, UnknownRun
 from dilocox.dht.identity import Identity, peer_id_of
@@ -68,13 +68,13 @@ def join_run(
     announce: Sequence[str] = (),
     client_mode: bool = False,
     kept: Path | None = None,
-    back: WayBack = NO_WAY_BACK,
+    fallback: FallbackPeers = NO_FALLBACK,
 ) -> Generator[Joined]:
     """Join the DHT and read the run's manifest; leaves, with all processes, at the end.
 
     kept: file of a manifest that was seen before (manifest_revisions.py); the DHT's may be an
-    older one. back: peers to join by instead of the bootstraps; the kept manifest will do then, and
-    whether others reach this peer is taken as it was.
+    older one. fallback: peers to join by instead of the bootstraps; the kept manifest will do then,
+    and whether others reach this peer is taken as it was.
 
     Raises:
         InvalidInput: the invite and the manifest do not belong together.
@@ -86,7 +86,7 @@ def join_run(
     from dilocox.dht.reachability import find_reach  # hivemind is heavy
 
     clock = RunClock()
-    if back.client_mode:
+    if fallback.client_mode:
         client_mode, listen, announce = True, (), ()
     dht = open_dht(
         identity=identity,
@@ -97,7 +97,7 @@ def join_run(
         find_reach=None if client_mode else find_reach,
         validator=RunRecordValidator(invite.run_id, identity),
         clock=clock,
-        back=back,
+        fallback=fallback,
     )
     try:
         swarm = Swarm(dht, invite.run_id, identity, clock)
@@ -105,7 +105,7 @@ def join_run(
         try:
             found = swarm.fetch_manifest(MANIFEST_LIMIT_S)
         except (BootstrapsSilent, UnknownRun):
-            if before is None or not back:
+            if before is None or not fallback:
                 raise
             found = before
         signed = newer_of(found, before, invite.run_id)
@@ -118,7 +118,7 @@ def join_run(
             clock=clock,
             dht=dht,
             swarm=swarm,
-            reach=Reachability(kind="dial_out") if back.client_mode else dht.reach(),
+            reach=Reachability(kind="dial_out") if fallback.client_mode else dht.reach(),
             witness=witness,
         )
     finally:

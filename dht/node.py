@@ -36,10 +36,10 @@ from hivemind.utils import MPFuture
 
 from dilocox.dht import node_process, protocol, streams
 from dilocox.dht.addresses import (
-    NO_WAY_BACK,
+    NO_FALLBACK,
+    FallbackPeers,
     FindReach,
     Reachability,
-    WayBack,
     check_ports,
     on_local_network,
     reachable_bootstraps,
@@ -204,7 +204,7 @@ def open_dht(
     leads_time: bool = False,
     keeps_all: bool = False,
     find_reach: FindReach | None = None,
-    back: WayBack = NO_WAY_BACK,
+    fallback: FallbackPeers = NO_FALLBACK,
 ) -> RunDHT:
     """Start a node and wait until it has joined; without bootstraps it is the first of its swarm.
 
@@ -212,7 +212,7 @@ def open_dht(
     `leads_time`: the others follow this node's clock, not it theirs.
     `keeps_all`: it is a bootstrap, and keeps what is under any key.
     `find_reach`: asks others whether they reach this node; where they do not it only dials out.
-    `back`: peers to join by, and to ask the time, instead of the bootstraps.
+    `fallback`: peers to join by, and to ask the time, instead of the bootstraps.
     Call it before CUDA is touched. Raises `InvalidInput` for an address that is none,
     `EnvironmentFault` when a port is in use, `BootstrapsSilent` when none answers; then nothing is
     left behind.
@@ -223,9 +223,9 @@ def open_dht(
     for address in bootstraps:
         bootstrap_address(address)
     check_ports(listen)
-    reachable = back.addresses
+    reachable = fallback.addresses
     try:
-        if bootstraps and not back:
+        if bootstraps and not fallback:
             reachable = reachable_bootstraps(bootstraps, 0.0 if alone else startup_s)
     except BootstrapsSilent as error:
         if not alone:
@@ -245,7 +245,7 @@ def open_dht(
         leads_time=leads_time,
         keeps_all=keeps_all,
         startup_s=max(1.0, deadline - time.monotonic()),
-        local_network=back.local_network or on_local_network(bootstraps),
+        local_network=fallback.local_network or on_local_network(bootstraps),
     )
     folder = node_process.acquire()
     try:

@@ -74,13 +74,13 @@ class SwarmView:
     )
     run_claims: Mapping[str, ClaimRecord] = field(default_factory=dict[str, ClaimRecord])
 
-    def of_heads(self, heads: Heads, keepers: Collection[str]) -> SwarmView:
+    def of_heads(self, heads: Heads, archives: Collection[str]) -> SwarmView:
         """Without the replicas of other heads, and what others say of the run's tokens; but for
-        keepers of archives."""
+        the archives of bootstraps."""
         if heads is None:
             return self
         replicas = {peer: each for peer, each in self.replicas.items() if peer in heads}
-        counting = heads | set(keepers)
+        counting = heads | set(archives)
         claims = {peer: each for peer, each in self.run_claims.items() if peer in counting}
         return replace(self, replicas=replicas, run_claims=claims)
 

@@ -44,7 +44,7 @@ class StateFolder:
         """The newest signed manifest of a run that was seen here."""
         return self.path / f"{run}.signed"
 
-    def way_back(self, run: str) -> Path:
+    def fallback_peers(self, run: str) -> Path:
         """By whom this peer may come back into a run while no bootstrap can be reached."""
         return self.path / f"{run}.peers"
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
-from dilocox.dht.addresses import NO_WAY_BACK, WayBack
+from dilocox.dht.addresses import NO_FALLBACK, FallbackPeers
 from dilocox.dht.reachability import REACHED, ReachWatch
 from dilocox.dht.reconnect import Targets, dial_targets, entries_among
 from dilocox.dht.swarm_view import SwarmView
@@ -33,7 +33,7 @@ class Connectivity:
         self._averager = averager
         self._dialled: Targets = {}
         self._shut = False
-        self._noted = NO_WAY_BACK
+        self._noted = NO_FALLBACK
         self._noted_at = local.clock.monotonic()  # the first views may show few
         self._watch = ReachWatch(
             averager.check_reach,
@@ -71,10 +71,10 @@ class Connectivity:
         self._noted_at = now
         near = local.dht.local_network
         found = entries_among(view.stages, local.me, local.stage, proven, local_network=near)
-        back = WayBack(addresses=found, client_mode=local.client_mode, local_network=near)
-        if back and back != self._noted:
-            self._noted = back
-            back.keep(StateFolder(local.options.state).way_back(local.run))
+        fallback = FallbackPeers(addresses=found, client_mode=local.client_mode, local_network=near)
+        if fallback and fallback != self._noted:
+            self._noted = fallback
+            fallback.keep(StateFolder(local.options.state).fallback_peers(local.run))
 
     def lost(self, now: float) -> bool:
         """Whether others do not reach this peer, which did not start as one that they cannot."""

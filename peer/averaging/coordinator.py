@@ -439,8 +439,8 @@ class Coordinator(threading.Thread):
         view, newest = self.view, self.chain.last_record
         self.proven_heads.see(newest, view.stage)
         self._heads = self.proven_heads.counting(view, newest, stage=self._local.stage)
-        keepers = {*self._dht.bootstraps, self._local.witness}
-        said = self._heads_view = view.of_heads(self._heads, keepers)
+        archives = {*self._dht.bootstraps, self._local.witness}
+        said = self._heads_view = view.of_heads(self._heads, archives)
         if looked.revised:
             self.announce()  # others hear of it from this peer, too
         if looked.bootstrap is not None:

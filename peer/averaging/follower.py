@@ -248,7 +248,7 @@ class ChainFollower:
             self._averager.catch_up(
                 asked, stated.digest, limit_bytes=limit_bytes, back_to=min(unsettled, default=None)
             ),
-            lambda reach: self._reached(reach, stated.digest),
+            lambda reached: self._reached(reached, stated.digest),
             WALK_LIMIT_S,
         )
 
@@ -374,30 +374,30 @@ class ChainFollower:
         )
         self._hand_over(event, lambda: self._switched(record.round, applied.anchor_sha256))
 
-    def _reached(self, reach: Reached, wanted: str) -> None:
+    def _reached(self, reached: Reached, wanted: str) -> None:
         """wanted: digest of the record that was walked back from."""
-        self._told = reach.told
+        self._told = reached.told
         self._book.gave(self._asked)
-        if reach.fork_round is None:
-            if reach.too_far or reach.costly:
+        if reached.fork_round is None:
+            if reached.too_far or reached.costly:
                 self._state_needed = _StateNeeded(
-                    after_round=self.applied, saves_bytes=reach.costly
+                    after_round=self.applied, saves_bytes=reached.costly
                 )
             self._refresh()
             return
-        if self._trust.wins(wanted, reach, self._log, self.head):
+        if self._trust.wins(wanted, reached, self._log, self.head):
             logger.error(
                 "alarm: two certified chains since round %d; switching to the one %s",
-                reach.fork_round,
+                reached.fork_round,
                 "of the operator's archive" if self._trust.witnessed(wanted) else "of more tokens",
             )
-            self._state_needed = _StateNeeded(fork_round=reach.fork_round)
+            self._state_needed = _StateNeeded(fork_round=reached.fork_round)
         else:
             if self._trust.witnessed(wanted):
                 logger.error(
                     "alarm: the operator's archive is on another chain since round %d, which it "
                     "vouched for itself; staying on this one",
-                    reach.fork_round,
+                    reached.fork_round,
                 )
             self._book.ignore(wanted)  # it lost against ours
         self._not_before = self._clock.monotonic() + PAUSE_AFTER_FAILURE_S

@@ -388,14 +388,14 @@ class StageArchive:
             before = self._current.head.round
             try:
                 second = self._trust.second(holders(view, claim.digest), peer)
-                reach = await self._catch_up(self._current, [peer], claim.digest, second)
+                reached = await self._catch_up(self._current, [peer], claim.digest, second)
             except REFUSED as error:
                 self._doubt(claim, peer, error, came=self._current.head.round > before)
                 continue
             self._book.came(claim.digest)
             self._book.gave(peer)
-            forked = reach.fork_round is not None
-            if reach.too_far and not self._trust.may_replace(claim.digest):
+            forked = reached.fork_round is not None
+            if reached.too_far and not self._trust.may_replace(claim.digest):
                 logger.error(
                     "alarm: %s: no records lead to round %d of %s, and those who made the chain "
                     "kept here do not claim it, so it is not taken; if the run went on while this "
@@ -409,8 +409,8 @@ class StageArchive:
                 self._book.ignore(claim.digest)
                 continue
             log, head = self._current.log, self._current.head
-            if reach.too_far or (forked and self._trust.wins(claim.digest, reach, log, head)):
-                self._cannot_follow(view, claim, reach)
+            if reached.too_far or (forked and self._trust.wins(claim.digest, reached, log, head)):
+                self._cannot_follow(view, claim, reached)
             elif forked:
                 self._book.ignore(claim.digest)  # it lost against ours
                 continue
@@ -434,9 +434,9 @@ class StageArchive:
     def _chain(self, peers: Sequence[str]) -> ChainClient:
         return ChainClient(self._client, self._check, peers, compute=self._compute)
 
-    def _cannot_follow(self, view: SwarmView, claim: ClaimRecord, reach: Reached) -> None:
+    def _cannot_follow(self, view: SwarmView, claim: ClaimRecord, reached: Reached) -> None:
         if not self._replaces:
-            if not reach.too_far:
+            if not reached.too_far:
                 logger.error(
                     "alarm: %s: two certified chains; changing to the one %s",
                     self,
@@ -531,9 +531,9 @@ class StageArchive:
         )
         try:
             if generation.log.find(digest) is None:
-                reach = await self._catch_up(generation, donors, digest)
+                reached = await self._catch_up(generation, donors, digest)
                 ahead = generation.head.chain_tokens > current.head.chain_tokens
-                if not (generation.log.find(digest) is not None or (reach.too_far and ahead)):
+                if not (generation.log.find(digest) is not None or (reached.too_far and ahead)):
                     raise ConnectionError(f"the log of {donors[0]} does not lead to {digest[:12]}")
         except BaseException:
             generation.remove()

@@ -48,9 +48,9 @@ class Credit:
     for it, and whose were so in the very last one, and in the last rounds.
     """
 
-    def __init__(self, keepers: Collection[str]):
-        """keepers: of archives, who are known without a record."""
-        self._keepers = keepers
+    def __init__(self, bootstraps: Collection[str]):
+        """bootstraps: known without a record."""
+        self._bootstraps = bootstraps
         self.records: Counter[str] = Counter()
         self.last: set[str] = set()
         self.recent: set[str] = set()
@@ -72,7 +72,7 @@ class Credit:
 
     def knows(self, peer: str) -> bool:
         """Whether it had a vote in the chain's last records, or is a bootstrap."""
-        return peer in self.records or peer in self._keepers
+        return peer in self.records or peer in self._bootstraps
 
 
 class Trust:
@@ -234,24 +234,24 @@ class Trust:
         rounds = log.rounds()
         return told if rounds and rounds[0] <= told.round else None
 
-    def wins(self, digest: str, reach: Reached, log: RoundLog, head: Tip) -> bool:
+    def wins(self, digest: str, reached: Reached, log: RoundLog, head: Tip) -> bool:
         """Whether to leave our chain for the one that was walked back from this record.
 
-        reach: of a walk that found a fork. head: of our log.
+        reached: of a walk that found a fork. head: of our log.
         """
         if not self._witness:
-            return wins(reach, log, head)
+            return wins(reached, log, head)
         if log.find(digest) is not None:
             return False  # of our own chain, whatever tokens its claim states
-        assert reach.fork_round is not None
+        assert reached.fork_round is not None
         settled = log.find(self._settled) if self._settled else None
         if self.is_witness:
             settled = head.round
         given_up = [] if settled is None else log.rounds()
-        given_up = [n for n in given_up if reach.fork_round < n <= (settled or 0)]
+        given_up = [n for n in given_up if reached.fork_round < n <= (settled or 0)]
         if self.witnessed(digest):
             return len(given_up) <= SETTLED_RECORDS
-        return not given_up and wins(reach, log, head)
+        return not given_up and wins(reached, log, head)
 
     def may_replace(self, digest: str) -> bool:
         """Whether the state behind this claim may take the place of our chain, where no records
@@ -442,17 +442,17 @@ def _as_stated(claim: ClaimRecord, numbers: tuple[int, int, int]) -> ClaimRecord
     return replace(claim, round=round_number, chain_tokens=chain_tokens, record_bytes=record_bytes)
 
 
-def wins(reach: Reached, log: RoundLog, head: Tip) -> bool:
+def wins(reached: Reached, log: RoundLog, head: Tip) -> bool:
     """Whether the chain that was walked beats ours since the fork: by more tokens, or as many and
     the smaller digest of its first record.
 
-    reach: of a walk that found a fork. head: of our log.
+    reached: of a walk that found a fork. head: of our log.
     """
-    assert reach.fork_round is not None
-    following = [number for number in log.rounds() if number > reach.fork_round]
+    assert reached.fork_round is not None
+    following = [number for number in log.rounds() if number > reached.fork_round]
     second = log.header(following[1]) if len(following) > 1 else None
     first = head.digest if second is None else second.previous
-    return (-reach.chain_tokens, reach.fork_digest) < (-head.chain_tokens, first)
+    return (-reached.chain_tokens, reached.fork_digest) < (-head.chain_tokens, first)
 
 
 def _note(noted: set[str], name: str) -> None:

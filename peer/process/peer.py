@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from dilocox import __version__
-from dilocox.dht.addresses import BETWEEN_TRIES_S, NO_WAY_BACK, kept_way_back, wait_for_entry
+from dilocox.dht.addresses import BETWEEN_TRIES_S, NO_FALLBACK, kept_fallback, wait_for_entry
 from dilocox.dht.errors import BootstrapsSilent, EnvironmentFault
 from dilocox.dht.identity import Identity
 from dilocox.dht.join import Joined, join_run
@@ -321,10 +321,10 @@ def run_peer(options: PeerOptions) -> int:
         listen = [f"/ip4/{options.host}/tcp/{options.port}"]
         run = options.invite.run_id
         try:
-            back = NO_WAY_BACK
+            fallback = NO_FALLBACK
             if folder.took_part(run):  # who starts again is not to be lost
-                back = wait_for_entry(
-                    options.invite.bootstraps, kept_way_back(folder.way_back(run))
+                fallback = wait_for_entry(
+                    options.invite.bootstraps, kept_fallback(folder.fallback_peers(run))
                 )
             with join_run(
                 options.invite,
@@ -332,7 +332,7 @@ def run_peer(options: PeerOptions) -> int:
                 listen=listen,
                 announce=options.announce,
                 kept=folder.manifest(run),
-                back=back,
+                fallback=fallback,
             ) as joined:
                 try:
                     _take_part(options, joined, folder, stop)

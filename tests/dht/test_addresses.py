@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from dilocox.dht.addresses import (
-    NO_WAY_BACK,
-    WayBack,
-    kept_way_back,
+    NO_FALLBACK,
+    FallbackPeers,
+    kept_fallback,
     on_local_network,
     wait_for_entry,
 )
@@ -60,11 +60,11 @@ def address_of(server: socket.socket, number: int) -> str:
 
 def test_what_was_kept_is_read_again_and_nonsense_is_not(tmp_path: Path) -> None:
     file = tmp_path / "run.peers"
-    assert not kept_way_back(file)
+    assert not kept_fallback(file)
     named = tuple(f"/ip4/8.8.8.8/tcp/{port}/p2p/{peer_id(1)}" for port in range(1, 9))
-    back = WayBack(addresses=named, client_mode=True, local_network=True)
-    back.keep(file)
-    assert kept_way_back(file) == back
+    fallback = FallbackPeers(addresses=named, client_mode=True, local_network=True)
+    fallback.keep(file)
+    assert kept_fallback(file) == fallback
     for nonsense in (
         b"",
         b"\xff",
@@ -74,8 +74,8 @@ def test_what_was_kept_is_read_again_and_nonsense_is_not(tmp_path: Path) -> None
         b'{"addresses": ["nonsense"]}',
     ):
         file.write_bytes(nonsense)
-        assert kept_way_back(file) == NO_WAY_BACK
-    back.keep(tmp_path / "no folder" / "file")  # ends nothing
+        assert kept_fallback(file) == NO_FALLBACK
+    fallback.keep(tmp_path / "no folder" / "file")  # ends nothing
 
 
 def test_peers_are_the_way_in_only_where_no_bootstrap_accepts_a_connection() -> None:
@@ -83,6 +83,8 @@ def test_peers_are_the_way_in_only_where_no_bootstrap_accepts_a_connection() -> 
         up, there, gone = (address_of(each, n) for n, each in enumerate((bootstrap, peer, shut)))
         shut.close()
         impossible = f"/dns4/a..b/tcp/1/p2p/{peer_id(3)}"  # a name that no resolver takes
-        back = WayBack(addresses=(gone, impossible, there), client_mode=True)
-        assert wait_for_entry([up], back) == NO_WAY_BACK
-        assert wait_for_entry([gone], back, patience_s=0.0) == replace(back, addresses=(there,))
+        fallback = FallbackPeers(addresses=(gone, impossible, there), client_mode=True)
+        assert wait_for_entry([up], fallback) == NO_FALLBACK
+        assert wait_for_entry([gone], fallback, patience_s=0.0) == replace(
+            fallback, addresses=(there,)
+        )

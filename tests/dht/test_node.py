@@ -17,7 +17,7 @@ from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import P2P, P2PDaemonError
 from hivemind.utils import timed_storage
 
-from dilocox.dht.addresses import Reachability, WayBack
+from dilocox.dht.addresses import FallbackPeers, Reachability
 from dilocox.dht.clock import RunClock
 from dilocox.dht.errors import BootstrapsSilent, EnvironmentFault, InvalidInput
 from dilocox.dht.identity import Identity, peer_id_bytes_of
@@ -286,8 +286,10 @@ def test_a_node_joins_by_peers_while_its_bootstrap_is_away(
     gone = f"/ip4/127.0.0.1/tcp/1/p2p/{identity.peer_id}"
     with pytest.raises(BootstrapsSilent):
         open_node(identity, bootstraps=[gone], startup_s=0.5)
-    back = WayBack(addresses=second[0].visible_addresses(), local_network=True)
-    dht, swarm, clock = open_node(identity, bootstraps=[gone], back=back, clock=SkewedClock())
+    fallback = FallbackPeers(addresses=second[0].visible_addresses(), local_network=True)
+    dht, swarm, clock = open_node(
+        identity, bootstraps=[gone], fallback=fallback, clock=SkewedClock()
+    )
     assert abs(clock.time() - second[2].time()) < 0.5
     assert second[1].publish(stage_key(run, 70), stage_record(), 60)
     assert swarm.read(stage_key(run, 70), StageRecord) == {volunteer.peer_id: stage_record()}

@@ -63,7 +63,7 @@ def test_each_draws_others_and_one_that_comes_changes_little() -> None:
     assert len(set(dial_targets(stages, ME, 2)) - set(mine)) <= 2
 
 
-def test_those_who_have_trained_are_the_first_way_back_into_a_run() -> None:
+def test_those_who_have_trained_are_the_first_fallback_into_a_run() -> None:
     # among more keys than a peer dials
     stages = {0: dict(host(number) for number in range(400)), 1: dict([host(498)])}
     proven = peer_id(498), peer_id(7)

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from dilocox.dht.addresses import Reachability, ReachKind, WayBack, kept_way_back
+from dilocox.dht.addresses import FallbackPeers, Reachability, ReachKind, kept_fallback
 from dilocox.dht.reachability import CHECK_S
 from dilocox.dht.reconnect import Targets
 from dilocox.dht.swarm_view import SwarmView
@@ -60,7 +60,7 @@ def test_by_whom_to_come_back_is_kept_now_and_then_and_not_of_the_first_views(
         ME, state=tmp_path, dht=SimpleNamespace(client_mode=True, local_network=True, running=True)
     )
     own = Connectivity(local, cast("StageAverager", Averager()))
-    file, clock = StateFolder(tmp_path).way_back(local.run), cast("Any", local.clock)
+    file, clock = StateFolder(tmp_path).fallback_peers(local.run), cast("Any", local.clock)
     own.look(view(**{OPEN: HOST}))
     assert not file.exists()
     clock.now += NOTE_AGAIN_S
@@ -68,15 +68,15 @@ def test_by_whom_to_come_back_is_kept_now_and_then_and_not_of_the_first_views(
     assert not file.exists()
     clock.now += NOTE_AGAIN_S
     own.look(view(**{OPEN: HOST}))
-    kept = WayBack(addresses=HOST.addresses, client_mode=True, local_network=True)
-    assert kept_way_back(file) == kept
+    kept = FallbackPeers(addresses=HOST.addresses, client_mode=True, local_network=True)
+    assert kept_fallback(file) == kept
     other = "/ip4/198.51.100.8/tcp/1/p2p/" + peer_id(4)
     both = {OPEN: HOST, peer_id(4): replace(HOST, addresses=(other,))}
     own.look(view(**both))
-    assert kept_way_back(file) == kept
+    assert kept_fallback(file) == kept
     clock.now += NOTE_AGAIN_S
     own.look(view(**both), [peer_id(4)])
-    assert kept_way_back(file).addresses == (other,)
+    assert kept_fallback(file).addresses == (other,)
 
 
 def view(**stage: Any) -> SwarmView:

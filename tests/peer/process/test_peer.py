@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dilocox.dht.addresses import NO_WAY_BACK
+from dilocox.dht.addresses import NO_FALLBACK
 from dilocox.dht.errors import BootstrapsSilent
 from dilocox.peer.options import PeerOptions
 from dilocox.peer.process import peer
@@ -31,7 +31,7 @@ def test_who_has_been_in_a_run_is_not_lost_where_its_bootstraps_go_away_meanwhil
     def again() -> None:
         raise StartedAgain
 
-    monkeypatch.setattr(peer, "wait_for_entry", lambda *_: NO_WAY_BACK)
+    monkeypatch.setattr(peer, "wait_for_entry", lambda *_: NO_FALLBACK)
     monkeypatch.setattr(peer, "join_run", silent)
     monkeypatch.setattr(peer, "start_again", again)
     monkeypatch.setattr(peer, "BETWEEN_TRIES_S", 0.0)

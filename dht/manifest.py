@@ -39,7 +39,7 @@ from dilocox.dht.manifest_sections import (
     preset_names,
     with_defaults,
 )
-from dilocox.dht.wire import Malformed, pack, unpack
+from dilocox.dht.wire import MAX_INTEGER, Malformed, pack, unpack
 
 __all__ = [
     "PROTOCOL_VERSION",
@@ -102,7 +102,7 @@ class Manifest:
         description="1 to 64 letters, digits or -_."
     )
     protocol: Integer = Field(default=PROTOCOL_VERSION, ge=1, le=1_000_000)
-    seed: Integer = Field(default=0, ge=0, le=2**53)
+    seed: Integer = Field(default=0, ge=0, le=MAX_INTEGER)
     model: ModelConfiguration = Field(
         description="the name of a preset or a Hugging Face configuration"
     )

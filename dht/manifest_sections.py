@@ -20,6 +20,7 @@ from pydantic.dataclasses import dataclass
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.field_rules import CHECKED, Digest, DigestOrEmpty, Integer, Number, Text, shown
 from dilocox.dht.invite import PEER_ID
+from dilocox.dht.wire import MAX_INTEGER
 
 ENDINGS: Mapping[str, tuple[str, ...]] = {
     "text": (".txt",),
@@ -111,7 +112,7 @@ Beta = Annotated[Number, Field(ge=0, lt=1)]
 PeerId = Annotated[str, Field(pattern=f"^{PEER_ID}$")]
 Day = Annotated[int, Field(ge=0, le=2**31)]
 Revision = Annotated[int, Field(ge=0, le=MAX_REVISION)]
-RoundNumber = Annotated[int, Field(ge=-1, le=2**53)]
+RoundNumber = Annotated[int, Field(ge=-1, le=MAX_INTEGER)]
 OuterRate = Annotated[float, Field(gt=0, le=10)]
 Momentum = Annotated[float, Field(ge=0, le=0.999)]
 
@@ -306,7 +307,7 @@ class RoundSpec:
     max_inner_steps: Integer = Field(default=400, ge=1, le=100_000)
     max_age: Integer = Field(default=8, ge=1, le=1000)
     records_kept: Integer = Field(default=64, ge=1, le=100_000)
-    log_bytes: Integer = Field(default=1 << 30, ge=0, le=2**53)
+    log_bytes: Integer = Field(default=1 << 30, ge=0, le=MAX_INTEGER)
     group_size: Integer = Field(default=32, ge=2, le=256)
     robust: RobustRule = "gate"
 

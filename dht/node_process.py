@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hivemind.p2p import P2P  # pyright: ignore[reportMissingTypeStubs]
+from hivemind.p2p import P2P
 
 from dilocox.dht.errors import EnvironmentFault
 

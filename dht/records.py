@@ -20,7 +20,7 @@ from typing import Annotated, ClassVar, Literal, TypeVar, cast
 
 from pydantic import Field, TypeAdapter
 
-from dilocox.dht.wire import Malformed, checked, pack, unpack
+from dilocox.dht.wire import MAX_INTEGER, Malformed, checked, pack, unpack
 
 Kind = Literal["manifest", "replica", "stage", "bell", "part", "round"]
 
@@ -97,7 +97,6 @@ def key_id(key: str) -> bytes:
 
 
 MAX_RECORD_BYTES = 1024
-MAX_INTEGER = 2**53
 MAX_TEXT = 256
 MAX_TEXTS = 64
 

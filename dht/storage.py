@@ -15,7 +15,7 @@ from typing import Any
 
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
-from hivemind.utils import timed_storage  # pyright: ignore[reportMissingTypeStubs]
+from hivemind.utils import timed_storage
 
 from dilocox.dht.rpc import Counts
 

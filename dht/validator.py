@@ -14,11 +14,11 @@ import hashlib
 import logging
 from collections import OrderedDict
 
-from hivemind.dht.validation import (  # pyright: ignore[reportMissingTypeStubs]
+from hivemind.dht.validation import (
     DHTRecord,
     RecordValidatorBase,
 )
-from hivemind.utils import timed_storage  # pyright: ignore[reportMissingTypeStubs]
+from hivemind.utils import timed_storage
 
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.identity import Identity

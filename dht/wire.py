@@ -87,7 +87,7 @@ def _no_extensions(code: int, data: bytes) -> Any:
 VERSION = 1
 # hivemind 1.1.12 was seen to die of larger values; nothing that we store comes near.
 MAX_VALUE_BYTES = 32 * 1024
-MAX_SEQUENCE = 2**53
+MAX_INTEGER = 2**53  # of whatever counts: a float64 still tells such numbers apart
 
 _PURPOSE = b"dilocox record\0"
 
@@ -154,7 +154,7 @@ def unseal(data: bytes, *, check_signature: bool = True) -> Envelope:
             bytes(payload),
             bytes(public_key),
             bytes(signature),
-        ] if version == VERSION and 0 <= sequence <= MAX_SEQUENCE:
+        ] if version == VERSION and 0 <= sequence <= MAX_INTEGER:
             body = [version, key, sequence, expires_at, payload, public_key]
         case _:
             raise Refused("malformed", "not an envelope of this version")

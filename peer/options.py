@@ -184,7 +184,7 @@ class InitOptions:
         typer.Option(
             min=1,
             show_default="as few as fit the memory",
-            help="Slices to cut the model into; never asked.",
+            help="Stages to cut the model into; never asked for.",
         ),
     ] = None
     yes: Annotated[bool, "Ask nothing: use the default where no option is given."] = False
@@ -225,7 +225,7 @@ class PlanOptions:
         None
     )
     threads: Annotated[
-        int, Ge(0), "Cores that train, one of which the codec borrows; 0: the codec has its own."
+        int, Ge(0), "Cores that train, if one of them encodes, too; 0: another core does that."
     ] = 0
     invite: Annotated[
         Invite | None,

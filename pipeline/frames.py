@@ -47,7 +47,7 @@ from pydantic import (
 
 from dilocox.compression.group_quantization import GroupCodec, padded
 from dilocox.dht.invite import MAX_PEER_ID
-from dilocox.dht.wire import Malformed, Many, pack, unpack
+from dilocox.dht.wire import MAX_INTEGER, Malformed, Many, pack, unpack
 
 CODECS: Final = ("fp32", "bf16", "int8", "int4")  # most faithful first
 NOT_FINITE: Final = "none"  # in a codec's place: the tensor was not finite and is not sent
@@ -87,7 +87,6 @@ def coded_width(codec: str, hidden_size: int) -> int:
     return padded(hidden_size) if codec in ("int8", "int4") else hidden_size
 
 
-MAX_INTEGER: Final = 2**53
 MAX_NAME: Final = 64  # characters of a fact's name
 MAX_TEXT: Final = 1024  # characters of a text
 MAX_ITEMS: Final = 256  # facts of a frame, items of a list

@@ -19,10 +19,10 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
 
-from hivemind.averaging.allreduce import (  # pyright: ignore[reportMissingTypeStubs]
+from hivemind.averaging.allreduce import (
     AllreduceException,
 )
-from hivemind.averaging.matchmaking import (  # pyright: ignore[reportMissingTypeStubs]
+from hivemind.averaging.matchmaking import (
     MatchmakingException,
 )
 

@@ -389,7 +389,9 @@ class ChainFollower:
             logger.error(
                 "alarm: two certified chains since round %d; switching to the one %s",
                 reached.fork_round,
-                "of the operator's archive" if self._trust.witnessed(wanted) else "of more tokens",
+                "of the operator's archive"
+                if self._trust.witnessed(wanted)
+                else "with more tokens",
             )
             self._state_needed = _StateNeeded(fork_round=reached.fork_round)
         else:

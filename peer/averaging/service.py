@@ -23,7 +23,6 @@ from hivemind.proto import runtime_pb2
 
 from dilocox.compression.group_quantization import PayloadRefused
 from dilocox.dht.rpc import (
-    CHUNK_BYTES,
     MAX_METADATA_BYTES,
     CallRefused,
     Counts,
@@ -39,7 +38,7 @@ from dilocox.dht.upload_limit import UploadLimit
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.chain.fork_choice import Credit
 from dilocox.peer.chain.store import RoundLog
-from dilocox.peer.chain.uploads import Source, Uploads, find_in_log, open_state
+from dilocox.peer.chain.uploads import Source, Uploads, find_in_log, is_urgent, open_state
 from dilocox.peer.rounds.exchange import Attempt
 from dilocox.peer.rounds.group import ShareRefused
 from dilocox.peer.rounds.group_calls import about, mean_from
@@ -267,7 +266,7 @@ class PeerService(StageServicer):
                 self.refused.add("question")
 
         def pace(want: dict[str, Any], found: Source) -> Callable[[int], Awaitable[None]]:
-            first = want["what"] == "mean" or found.facts["bytes"] <= CHUNK_BYTES
+            first = is_urgent(want, found)
             if want["what"] == "record":
                 first = first or self._made_with(peer, str(want.get("digest")))
 

@@ -438,7 +438,7 @@ class StageArchive:
         if not self._replaces:
             if not reached.too_far:
                 logger.error(
-                    "alarm: %s: two certified chains; changing to the one %s",
+                    "alarm: %s: two certified chains; switching to the one %s",
                     self,
                     "of the operator's archive"
                     if self._trust.witnessed(claim.digest)

@@ -19,6 +19,7 @@ from dilocox.dht.errors import EnvironmentFault, reason_of
 from dilocox.dht.invite import MAX_PEER_ID
 from dilocox.dht.names import shown_peer
 from dilocox.dht.rpc import REFUSED, CallRefused, Client
+from dilocox.dht.wire import MAX_INTEGER
 from dilocox.peer.chain.store import HEADER_BYTES
 from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.rounds.record import RecordRefused, digest_of, parse_header
@@ -26,7 +27,6 @@ from dilocox.peer.rounds.record import RecordRefused, digest_of, parse_header
 logger = logging.getLogger(__name__)
 
 WHOLE_BYTES = 4 << 20  # records up to this size are fetched whole from those who are not trusted
-MAX_COUNT = 2**53
 NONSENSE = (ArithmeticError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 """What parsing bytes may raise that anybody sent."""
 
@@ -185,7 +185,7 @@ def read_header(data: bytes, digest: str, run: str, stage: int) -> ChainRound:
         raise CallRefused(f"it is of run {header.run[:32]}, stage {header.stage}")
     numbers = [told.round, size, told.chain_tokens, told.next_inner_steps, told.tokens]
     numbers += [told.token_seconds, *dict(told.contributors).values()]
-    if not all(0 <= n <= MAX_COUNT for n in numbers):
+    if not all(0 <= n <= MAX_INTEGER for n in numbers):
         raise CallRefused("a record's numbers make no sense")
     # a name goes into status.json and onto a page
     names = [each.peer for each in header.members]

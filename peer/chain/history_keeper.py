@@ -12,7 +12,6 @@ from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.names import cut
 from dilocox.dht.records import (
-    MAX_INTEGER,
     ClaimRecord,
     Record,
     ReplicaRecord,
@@ -21,6 +20,7 @@ from dilocox.dht.records import (
     stage_key,
 )
 from dilocox.dht.swarm import Swarm
+from dilocox.dht.wire import MAX_INTEGER
 from dilocox.peer.chain.round_history import SHORT_DIGEST, HistoryRow, RoundHistory, signed_page
 from dilocox.peer.chain.stated import (
     MAX_HEARD,

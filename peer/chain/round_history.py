@@ -37,6 +37,7 @@ from dilocox.dht.manifest import Manifest
 from dilocox.dht.names import MAX_NAME, cut, shown_peer
 from dilocox.dht.records import StageRecord
 from dilocox.dht.rpc import REFUSED, Blob, CallRefused, Client
+from dilocox.dht.wire import MAX_INTEGER
 from dilocox.peer.chain.stated import MAX_LOSS, MAX_NUMBER
 from dilocox.peer.chain.uploads import Source
 
@@ -56,7 +57,7 @@ MAX_TIME = 1e11  # which is still a date
 MAX_SAMPLES = 64
 MAX_LETTERS = 2048  # of a sample
 
-Count = Annotated[int, Field(ge=0, le=2**53)]
+Count = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
 Loss = Annotated[float, Field(ge=-MAX_LOSS, le=MAX_LOSS)]
 Number = Annotated[float, Field(ge=0, le=MAX_NUMBER)]
 Time = Annotated[float, Field(ge=0, le=MAX_TIME)]
@@ -74,7 +75,7 @@ class HistoryRow(NamedTuple):
     before. train_low, train_high: of the train losses near that one; a round has one validation.
     """
 
-    round: Annotated[int, Field(ge=-1, le=2**53)]
+    round: Annotated[int, Field(ge=-1, le=MAX_INTEGER)]
     rules: Count
     digest: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")]
     at: Time | None

@@ -69,6 +69,11 @@ def find_in_log(log: Store, what: str, digest: str, *, header: bool = False) -> 
     return None if file is None else Source({"bytes": os.fstat(file.fileno()).st_size}, file)
 
 
+def is_urgent(want: Mapping[str, Any], found: Source) -> bool:
+    """An exchange waits for a mean; what is few bytes is not worth a place, or a wait."""
+    return want["what"] == "mean" or found.facts["bytes"] <= CHUNK_BYTES
+
+
 def open_state(folder: Path, want: Mapping[str, Any]) -> Source | None:
     """The anchor and momentum of the newest snapshot, from the byte `offset` on, to serve; where
     `digests` are wanted, those of its chunks.
@@ -137,11 +142,9 @@ class Uploads:
         if found is None:
             yield answer_of({})
             return
-        # an exchange waits for a mean; what is few bytes is not worth a place
-        urgent = want["what"] == "mean" or found.facts["bytes"] <= CHUNK_BYTES
         before_chunk = pace(want, found)
         try:
-            with found, self.begin(peer, found.file, urgent=urgent) as upload:
+            with found, self.begin(peer, found.file, urgent=is_urgent(want, found)) as upload:
                 with upload.being_taken(0):
                     yield answer_of(found.facts)
                 while chunk := upload.read(CHUNK_BYTES):

@@ -120,7 +120,7 @@ def load_initial(
         anchor.copy_(_read(local.manifest, local.stage))
         return -1, local.manifest.root
     except DilocoxError as error:
-        logger.info("the first weights cannot be made here (%s): taking those of others", error)
+        logger.info("the initial weights cannot be made here (%s): taking those of others", error)
     thread = LoopThread("initial weights", p2p=local.dht.replicate_p2p)
     thread.start()
     try:

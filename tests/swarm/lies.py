@@ -19,7 +19,7 @@ from typing import Any
 
 from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.proto import averaging_pb2
-from hivemind.utils import MSGPackSerializer  # pyright: ignore[reportMissingTypeStubs]
+from hivemind.utils import MSGPackSerializer
 
 from dilocox.compression.group_quantization import GroupCodec
 from dilocox.dht.admission import Admission

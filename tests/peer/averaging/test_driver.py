@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hivemind.averaging.matchmaking import (  # pyright: ignore[reportMissingTypeStubs]
+from hivemind.averaging.matchmaking import (
     MatchmakingException,
 )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hivemind.utils import MSGPackSerializer  # pyright: ignore[reportMissingTypeStubs]
+from hivemind.utils import MSGPackSerializer
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -136,4 +136,4 @@ def _plan(
 
 
 def _way(found: RunPlan, name: str) -> Way:
-    return next(way for way in found.ways if way.name == name)
+    return next(method for method in found.methods if method.name == name)

@@ -22,7 +22,7 @@ from dilocox.dht.records import (
 from dilocox.dht.swarm import Swarm
 from dilocox.dht.wire import MAX_INTEGER
 from dilocox.peer.chain.round_history import SHORT_DIGEST, HistoryRow, RoundHistory, signed_page
-from dilocox.peer.chain.stated import (
+from dilocox.peer.chain.stated_facts import (
     MAX_HEARD,
     Spread,
     came_now,

@@ -5,7 +5,7 @@ beside its archive in `history.jsonl`: for each round a line, a JSON array in th
 `HistoryRow`, appended when the round is seen to come and once more when its losses are known; of
 several lines of one round the last counts. A line that a crash cut is dropped at the next start. A
 rollback removes nothing: a row names the rules it was made under, and the manifest says which of
-them count. Between them are lines of `Named`: what those who are in records stated of themselves
+them count. Between them are lines of `NamedPeer`: what members of records stated of themselves
 last, under their signature, so that contributions have names when nobody is there any more. And of
 `ModelSample`: what the model wrote, if the operator wants it asked (model_samples.py).
 
@@ -38,7 +38,7 @@ from dilocox.dht.names import MAX_NAME, cut, shown_peer
 from dilocox.dht.records import StageRecord
 from dilocox.dht.rpc import REFUSED, Blob, CallRefused, Client
 from dilocox.dht.wire import MAX_INTEGER
-from dilocox.peer.chain.stated import MAX_LOSS, MAX_NUMBER
+from dilocox.peer.chain.stated_facts import MAX_LOSS, MAX_NUMBER
 from dilocox.peer.chain.uploads import Source
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class HistoryRow(NamedTuple):
         return HistoryRow._make(theirs if mine is None else mine for mine, theirs in pairs)
 
 
-class Named(NamedTuple):
+class NamedPeer(NamedTuple):
     """A peer that is in committed records, by its id, with what it states of itself or did last."""
 
     peer: Annotated[str, Field(pattern=r"^[1-9A-Za-z]{1,64}$")]
@@ -104,7 +104,7 @@ class Named(NamedTuple):
     team: Name = ""
 
     @classmethod
-    def of(cls, peer: str, record: StageRecord) -> Named:
+    def of(cls, peer: str, record: StageRecord) -> NamedPeer:
         return cls(peer, cut(record.name, MAX_NAME), cut(record.team, MAX_NAME))
 
 
@@ -128,7 +128,7 @@ def thin_samples(samples: dict[int, ModelSample]) -> None:
 
 
 _ROW = TypeAdapter(HistoryRow)
-_NAMED = TypeAdapter(Named)
+_NAMED = TypeAdapter(NamedPeer)
 _SAMPLE = TypeAdapter(ModelSample)
 _PARAMETERS = TypeAdapter[int | None](Count | None)
 _COLUMNS = len(HistoryRow._fields)
@@ -164,7 +164,7 @@ class RoundHistory:
         self._manifest = manifest
         self._lock = threading.RLock()
         self._rows: dict[tuple[int, int], HistoryRow] = {}  # by rules and round
-        self._named: dict[str, Named] = {}  # by peer, at the end who is in the newest records
+        self._named: dict[str, NamedPeer] = {}  # by peer, at the end who is in the newest records
         self._samples: dict[int, ModelSample] = {}  # by round
         self._counting: list[HistoryRow] | None = None
         self._lines = 0  # in the file
@@ -223,7 +223,7 @@ class RoundHistory:
             self._put_sample(sample)
             self._write(sample)
 
-    def names(self) -> list[Named]:
+    def names(self) -> list[NamedPeer]:
         """Of all that stated one."""
         with self._lock:
             return [each for each in self._named.values() if each.name or each.team]
@@ -234,17 +234,17 @@ class RoundHistory:
         """
         with self._lock:
             for peer in peers:
-                self._name(self._named.get(peer, Named(peer)))
+                self._name(self._named.get(peer, NamedPeer(peer)))
 
     def hear(self, told: Mapping[str, StageRecord]) -> None:
         """What peers say of themselves; of those in no record nothing is kept."""
         with self._lock:
             for peer in told.keys() & self._named.keys():
-                if (stated := Named.of(peer, told[peer])) != self._named[peer]:
+                if (stated := NamedPeer.of(peer, told[peer])) != self._named[peer]:
                     self._named[peer] = stated
                     self._write(stated)
 
-    def _write(self, new: HistoryRow | Named | ModelSample) -> None:
+    def _write(self, new: HistoryRow | NamedPeer | ModelSample) -> None:
         if self._damaged or self._lines > 4 * (len(self._rows) + len(self._named)) + SPARE_LINES:
             rows = (each for _, each in sorted(self._rows.items()))
             kept = [*self.names(), *self._samples.values(), *rows]
@@ -277,7 +277,7 @@ class RoundHistory:
         self._samples = {each.round: each for each in (*self.samples(), sample)}
         thin_samples(self._samples)
 
-    def _name(self, stated: Named) -> None:
+    def _name(self, stated: NamedPeer) -> None:
         self._named.pop(stated.peer, None)
         self._named[stated.peer] = stated
         if len(self._named) > MAX_NAMED:
@@ -307,7 +307,7 @@ class RoundHistory:
         self._damaged = bool(damaged) or not data.endswith(b"\n")
 
 
-def _line(kept: HistoryRow | Named | ModelSample) -> bytes:
+def _line(kept: HistoryRow | NamedPeer | ModelSample) -> bytes:
     return _json({"sample": kept} if isinstance(kept, ModelSample) else kept) + b"\n"
 
 
@@ -339,7 +339,7 @@ class ToldHistory(NamedTuple):
     """Of a history: rows by round, names by peer, samples by round. parameters: of the model."""
 
     rows: list[HistoryRow]
-    names: dict[str, Named]
+    names: dict[str, NamedPeer]
     samples: Mapping[int, ModelSample] = MappingProxyType({})
     parameters: int | None = None
 

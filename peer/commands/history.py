@@ -40,7 +40,7 @@ from dilocox.peer.chain.round_history import (
     FILE,
     SHORT_DIGEST,
     HistoryRow,
-    Named,
+    NamedPeer,
     RoundHistory,
     ToldHistory,
     ask_history,
@@ -258,7 +258,7 @@ def _listed(options: LogOptions) -> tuple[str, Chains, Given, Rows]:
             keys = dict.fromkeys((stage_key(run, n) for n in range(manifest.stages)), StageRecord)
             for found in place.swarm.read_many(keys).values():
                 for peer, record in (found or {}).items():
-                    told.names[peer] = Named.of(peer, record)
+                    told.names[peer] = NamedPeer.of(peer, record)
     stated = {peer: (name, team, None) for peer, name, team in told.names.values()}
     took = of_chains.token_seconds_by_peer
     sums = {stage: (tokens_by_peer(chain), took(chain)) for stage, chain in stages.items()}

@@ -25,7 +25,7 @@ from dilocox.peer.memory_and_disk import size
 from dilocox.peer.options import GB, PlanOptions
 from dilocox.peer.os_process import counted, wide_console, write_json
 from dilocox.peer.process.prepare import stage_kinds
-from dilocox.peer.process.run_plan import Machines, RunPlan, Way
+from dilocox.peer.process.run_plan import Machines, Method, RunPlan
 
 MBIT = 1e6 / 8
 STAGES_SHOWN = 16  # of more only those that differ
@@ -145,7 +145,7 @@ def as_json(
         "hidden_rank": found.hidden_rank,
         "hidden_bits": found.hidden_bits,
         "bottleneck": found.limit,
-        "ways": [asdict(each) for each in found.ways],
+        "methods": [asdict(each) for each in found.methods],
         "changes": {name: asdict(each.ours) for name, each in changes.items()},
         "measured": measured,
     }
@@ -195,7 +195,7 @@ def _show(found: RunPlan, changes: dict[str, RunPlan], measured: dict[str, float
     for line in lines:
         table.add_row(*line)
     console.print(table)
-    _show_ways(console, found.ways)
+    _show_methods(console, found.methods)
 
 
 def _hidden_codecs(found: RunPlan) -> str:
@@ -229,17 +229,17 @@ def _show_stages(console: Console, found: RunPlan) -> None:
         console.print("no cut into as many stages as there are peers fits")
 
 
-def _show_ways(console: Console, ways: Sequence[Way]) -> None:
-    slowest = ways[-1].tokens_per_s
+def _show_methods(console: Console, methods: Sequence[Method]) -> None:
+    slowest = methods[-1].tokens_per_s
     table = _table(("", "sent a step", "a round", "tokens/s", "computing", "x AllReduce"))
-    for way in ways:
+    for method in methods:
         table.add_row(
-            way.name,
-            size(way.step_bytes),
-            f"{way.round_s:,.1f} s",
-            f"{way.tokens_per_s:,.1f}",
-            f"{way.computing:.1%}",
-            f"{way.tokens_per_s / slowest:,.1f}",
+            method.name,
+            size(method.step_bytes),
+            f"{method.round_s:,.1f} s",
+            f"{method.tokens_per_s:,.1f}",
+            f"{method.computing:.1%}",
+            f"{method.tokens_per_s / slowest:,.1f}",
         )
     console.print(table)
 

@@ -24,7 +24,7 @@ from dilocox.dht.records import ClaimRecord, averaging_prefix
 from dilocox.dht.rpc import REFUSED, Client, LoopThread
 from dilocox.peer.chain.header_client import HeaderClient
 from dilocox.peer.chain.round_history import ToldHistory, ask_history
-from dilocox.peer.chain.stated import came_now
+from dilocox.peer.chain.stated_facts import came_now
 from dilocox.peer.chain.summary import ChainRound, token_seconds_by_peer, tokens_by_peer
 
 logger = logging.getLogger(__name__)

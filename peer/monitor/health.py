@@ -20,15 +20,15 @@ from statistics import median
 from typing import Literal, get_args
 
 from dilocox.dht.swarm_view import SwarmView
-from dilocox.peer.chain.stated import finite
+from dilocox.peer.chain.stated_facts import finite
 from dilocox.peer.monitor.history import SwarmHistory
 from dilocox.peer.monitor.look import SwarmLook
 
-RunState = Literal["ended", "paused", "unreachable", "waiting", "blocked", "stalled", "training"]
+SwarmState = Literal["ended", "paused", "unreachable", "waiting", "blocked", "stalled", "training"]
 
-STATES: tuple[RunState, ...] = get_args(RunState)
-GOOD: tuple[RunState, ...] = ("ended", "paused", "training")
-IN_MOTION: tuple[RunState, ...] = ("stalled", "training")  # in all others no round can come
+STATES: tuple[SwarmState, ...] = get_args(SwarmState)
+GOOD: tuple[SwarmState, ...] = ("ended", "paused", "training")
+IN_MOTION: tuple[SwarmState, ...] = ("stalled", "training")  # in all others no round can come
 STALL_ROUNDS = 3.0  # so many usual rounds without a commit are a stall
 STALL_AT_LEAST_S = 60.0
 MOST_LONGER = 4.0  # than those before, that a round may take by what heads state
@@ -43,7 +43,7 @@ class Health:
     warns: whether the sentence tells of trouble beside the state.
     """
 
-    state: RunState
+    state: SwarmState
     sentence: str
     blocked: tuple[int, ...] = ()
     warns: bool = False

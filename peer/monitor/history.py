@@ -28,11 +28,17 @@ from dilocox.peer.chain.round_history import (
     FIRST,
     HistoryRow,
     ModelSample,
-    Named,
+    NamedPeer,
     ToldHistory,
     thin_samples,
 )
-from dilocox.peer.chain.stated import MAX_HEARD, ROUNDS_AHEAD, Spread, more_voids, stated_losses
+from dilocox.peer.chain.stated_facts import (
+    MAX_HEARD,
+    ROUNDS_AHEAD,
+    Spread,
+    more_voids,
+    stated_losses,
+)
 from dilocox.peer.chain.summary import Stated
 from dilocox.peer.monitor.chains import StageRounds, Walk
 from dilocox.peer.monitor.events import EventLog
@@ -363,7 +369,7 @@ class SwarmHistory:
         for stage in look.stages:
             for peer, told in look.present(stage).items():
                 *_, since = self.stated.pop(peer, ("", "", None))
-                _, name, team = Named.of(peer, told)
+                _, name, team = NamedPeer.of(peer, told)
                 self.stated[peer] = (name, team, look.at if since is None else since)
         forget(self.stated, MAX_REMEMBERED)
 

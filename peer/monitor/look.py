@@ -23,7 +23,7 @@ from dilocox.dht.records import (
     stage_key,
 )
 from dilocox.dht.swarm_view import that_count
-from dilocox.peer.chain.stated import finite, leading
+from dilocox.peer.chain.stated_facts import finite, leading
 
 READ_LIMIT_S = 5.0
 PING_LIMIT_S = 3.0

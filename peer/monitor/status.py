@@ -24,7 +24,7 @@ from dilocox import PROJECT_URL, __version__
 from dilocox.dht.names import MAX_NAME, cut
 from dilocox.dht.records import ReplicaRecord, StageRecord, stage_figures
 from dilocox.peer.chain.round_history import ModelSample
-from dilocox.peer.chain.stated import finite
+from dilocox.peer.chain.stated_facts import finite
 from dilocox.peer.chain.summary import ChainRound, grouped
 from dilocox.peer.http_pages import RUN_LABEL, MetricSpec, MetricTable, Value, one_of
 from dilocox.peer.monitor.health import STATES, Health

@@ -143,7 +143,7 @@ class ExchangeFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class Method:
     """One way to train the same model there: what all tables compare."""
 
     name: str
@@ -344,13 +344,13 @@ class RunPlan:
         return training_s + self._stall_s, training_s / step_s
 
     @cached_property
-    def ours(self) -> Way:
+    def ours(self) -> Method:
         round_s, steps = self._round
-        return self._way("this run", self.exchange.up_bytes, steps, round_s)
+        return self._method("this run", self.exchange.up_bytes, steps, round_s)
 
-    def _way(self, name: str, round_bytes: float, steps: float, round_s: float) -> Way:
+    def _method(self, name: str, round_bytes: float, steps: float, round_s: float) -> Method:
         tokens = self.replicas * self.manifest.batch.tokens_per_step * steps
-        return Way(
+        return Method(
             name=name,
             step_bytes=round_bytes / steps + self.step.sent_bytes,
             round_s=round_s,
@@ -365,7 +365,7 @@ class RunPlan:
 
     # ---- what others do --------------------------------------------------------------------------
     @cached_property
-    def ways(self) -> tuple[Way, ...]:
+    def methods(self) -> tuple[Method, ...]:
         """This run beside what others would do there, AllReduce last."""
         steps, step_s, machines = self.manifest.rounds.inner_steps, self.step.total_s, self.machines
         # a ring all-reduce of 16 bits a value of the largest stage, none of it overlapped
@@ -375,12 +375,12 @@ class RunPlan:
         return (
             self.ours,
             self._dilocox,
-            self._way("OpenDiLoCo", sent, steps, steps * step_s + ring_s),  # pseudo-gradients
-            self._way("AllReduce", sent, 1, step_s + ring_s),  # gradients
+            self._method("OpenDiLoCo", sent, steps, steps * step_s + ring_s),  # pseudo-gradients
+            self._method("AllReduce", sent, 1, step_s + ring_s),  # gradients
         )
 
     @property
-    def _dilocox(self) -> Way:
+    def _dilocox(self) -> Method:
         """DiLoCoX as published: one round late, low rank and 4 bits."""
         spec = self.manifest.codec
         codec = replace(spec, scheme="low_rank", bits=4, min_rank=min(spec.min_rank, spec.rank))

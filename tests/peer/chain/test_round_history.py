@@ -28,7 +28,7 @@ from dilocox.peer.chain.round_history import (
     MAX_PAGE_BYTES,
     HistoryRow,
     ModelSample,
-    Named,
+    NamedPeer,
     RoundHistory,
     ToldHistory,
     ask_history,
@@ -37,7 +37,7 @@ from dilocox.peer.chain.round_history import (
     parsed_row,
     signed_page,
 )
-from dilocox.peer.chain.stated import LIVE_ROUNDS
+from dilocox.peer.chain.stated_facts import LIVE_ROUNDS
 from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.chain.uploads import Source
 from tests.peer.fabricated import (
@@ -167,7 +167,7 @@ def test_pages_are_small_and_together_all_of_it(
         [*counts[:2], "f" * 16, 1e12 / 3, counts[0], *losses, 1e12 / 3, *counts, *losses]
     )
     record = stage_record(name="\U0001f98a" * 99, team='"' * 99)
-    named = len(json.dumps(Named.of("1" * 64, record), ensure_ascii=False).encode()) + 1
+    named = len(json.dumps(NamedPeer.of("1" * 64, record), ensure_ascii=False).encode()) + 1
     rows = len(json.dumps(longest)) * round_history.PAGE_ROWS
     samples = round_history.MAX_SAMPLES * 4 * (MAX_LETTERS + 512)  # text and prompt, in UTF-8
     assert rows + named * round_history.MAX_NAMED + samples < MAX_PAGE_BYTES
@@ -524,7 +524,7 @@ def test_names_of_those_in_records_are_kept_when_their_peers_are_gone(bootstrap:
     assert bootstrap.history.names() == []  # nobody is in a record yet
     bootstrap.commit(0)
     bootstrap.hear()
-    kept = [Named(one, "Ada", 23 * "F" + "…")]
+    kept = [NamedPeer(one, "Ada", 23 * "F" + "…")]
     assert bootstrap.history.names() == kept
     bootstrap.hosts = [{}, {}]
     bootstrap.hear()
@@ -537,7 +537,7 @@ def test_names_of_those_in_records_are_kept_when_their_peers_are_gone(bootstrap:
     ]
     for _ in range(2):
         bootstrap.hear()
-    assert bootstrap.history.names() == [Named(one, "New")]
+    assert bootstrap.history.names() == [NamedPeer(one, "New")]
     lines = (bootstrap.folder / "history.jsonl").read_text().splitlines()
     assert sum(line.startswith('["') for line in lines) == 2
     bootstrap.hosts[1][one] = stage_record()
@@ -590,7 +590,7 @@ def test_the_witness_names_peers_and_others_only_those_that_it_does_not(
         finds[identity.peer_id] = given(kept, identity)
     client, peers = MemorySwarm(**finds).client(), list(finds)
     found = asyncio.run(ask_history(client, peers, RUN, MANIFEST))
-    assert found == ToldHistory([], {one: Named(one, "Ada"), other: Named(other, "Bob")})
+    assert found == ToldHistory([], {one: NamedPeer(one, "Ada"), other: NamedPeer(other, "Bob")})
     assert asyncio.run(ask_history(client, peers, RUN, MANIFEST, after=3)).names == {}
 
 

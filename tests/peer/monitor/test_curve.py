@@ -6,7 +6,7 @@ import random
 from itertools import pairwise
 
 from dilocox.peer.chain.round_history import HistoryRow
-from dilocox.peer.chain.stated import Spread
+from dilocox.peer.chain.stated_facts import Spread
 from dilocox.peer.monitor.history import MAX_POINTS, WHOLE, Curve, Point
 
 ROUNDS = 100_000

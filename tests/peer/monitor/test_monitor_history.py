@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dilocox.dht.manifest_revisions import back_to
-from dilocox.peer.chain.round_history import HistoryRow, ModelSample, Named, ToldHistory
-from dilocox.peer.chain.stated import MOST_VOIDS, more_voids
+from dilocox.peer.chain.round_history import HistoryRow, ModelSample, NamedPeer, ToldHistory
+from dilocox.peer.chain.stated_facts import MOST_VOIDS, more_voids
 from dilocox.peer.monitor.history import MAX_REMEMBERED, MAX_SAMPLES, Samples, SwarmHistory
 from tests.peer.fabricated import NOW, ToldSwarm, digest, peer_id, stage_record
 
@@ -246,7 +246,7 @@ def test_a_late_monitor_has_the_names_that_bootstraps_keep_and_live_records_go_f
     swarm.commit(0)
     swarm.stages[0] = {one: stage_record(name="Ada")}
     swarm.look()
-    names = {peer: Named(peer, "Bob", "Foxes") for peer in (one, other)}
+    names = {peer: NamedPeer(peer, "Bob", "Foxes") for peer in (one, other)}
     swarm.history.told(ToldHistory([], names), swarm.manifest)
     rows = {row["id"]: row for row in swarm.history.contributions(100)}
     assert (rows[one]["name"], rows[one]["team"]) == ("Ada", "")

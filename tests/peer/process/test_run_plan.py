@@ -79,7 +79,7 @@ def test_a_run_of_one_stage_equals_the_hand_calculation() -> None:
     assert found.ours.tokens_per_s == pytest.approx(tokens / found.ours.round_s)
     assert found.days == pytest.approx(10**9 / found.ours.tokens_per_s / 86400)
     gradient = 2 * 2 * found.stages[0].values * 3 / 4
-    (allreduce,) = [way for way in found.ways if way.name == "AllReduce"]
+    (allreduce,) = [method for method in found.methods if method.name == "AllReduce"]
     seconds = step_s + WIRE * gradient / (10 * MBIT) + 2 * 3 * 0.05
     assert allreduce.tokens_per_s == pytest.approx(4000.0 * step_s / seconds)
 
@@ -277,16 +277,16 @@ def test_its_json_has_stable_names_and_a_run_that_does_not_fit_an_exit_code(
     assert set(told) == {
         *("run", "machines", "replicas", "spares", "fits", "fewest_stages", "stages", "step"),
         *("exchange", "inner_steps_a_round", "days", "month_gb", "hidden_inner_steps"),
-        *("hidden_rank", "hidden_bits", "bottleneck", "ways", "changes", "measured"),
+        *("hidden_rank", "hidden_bits", "bottleneck", "methods", "changes", "measured"),
     }
-    assert [way["name"] for way in told["ways"]] == [
+    assert [method["name"] for method in told["methods"]] == [
         "this run",
         "DiLoCoX",
         "OpenDiLoCo",
         "AllReduce",
     ]
     keys = {"name", "step_bytes", "round_s", "tokens_per_s", "computing"}
-    assert all(set(way) == keys for way in (*told["ways"], *told["changes"].values()))
+    assert all(set(each) == keys for each in (*told["methods"], *told["changes"].values()))
     assert told["exchange"]["seconds"] > told["exchange"]["wire_s"] > 0
     little = (*TOLD[:-1], "0.5", "--tflops", "0.1", "--json", str(file.with_suffix(".json")))
     assert run_here(monkeypatch, "plan", str(file), *little) == 1

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.process.run_plan import Machines, RunPlan, Way
+from dilocox.peer.process.run_plan import Machines, Method, RunPlan
 
 H100_FLOPS = 400e12  # of 989e12 in bf16, as good training code reaches them
 NODE_FLOPS = 8 * 312e12  # 8 A800, all that their vendor says of bf16
@@ -135,5 +135,5 @@ def _plan(
     return RunPlan(manifest, machines, memory=False)
 
 
-def _way(found: RunPlan, name: str) -> Way:
+def _way(found: RunPlan, name: str) -> Method:
     return next(method for method in found.methods if method.name == name)

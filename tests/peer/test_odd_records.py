@@ -6,13 +6,13 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dilocox.dht.identity import Identity
 from dilocox.dht.records import (
-    BellRecord,
     ClaimRecord,
     PartRecord,
     Record,
@@ -122,11 +122,11 @@ def readers(identities: list[Identity], tmp_path: Path) -> Any:
     return read
 
 
-swarm = trained(stages=STAGES)
-STAGE: StageRecord = swarm.stages[1][swarm.peer(1, 1)]
-REPLICA: ReplicaRecord = swarm.replicas[swarm.peer(0, 1)]
-CLAIM: ClaimRecord = claim_record(3, digest(0, 3), 1000)
-BELL: BellRecord = bell_record(NOW, (NOW, NOW + 1), number=4)
+SOUND = trained(stages=STAGES)
+STAGE = SOUND.stages[1][SOUND.peer(1, 1)]
+REPLICA = SOUND.replicas[SOUND.peer(0, 1)]
+CLAIM = claim_record(3, digest(0, 3), 1000)
+BELL = bell_record(NOW, (NOW, NOW + 1), number=4)
 
 
 @pytest.mark.parametrize("record", [STAGE, REPLICA, CLAIM, BELL], ids=lambda record: record.kind)
@@ -152,8 +152,9 @@ def test_one_odd_record_ends_no_reader(readers: Any, record: Record) -> None:
 
 def test_an_odd_part_of_the_data_ends_no_lease() -> None:
     for odd in odd_ones(PartRecord(part=3, position=0)):
-        told: Any = type("Told", (), {})()
-        told.read_many = lambda keys, thorough, odd=odd: dict.fromkeys(keys, {"other": odd})
+        told = SimpleNamespace(
+            read_many=lambda keys, thorough, odd=odd: {k: {"b": odd} for k in keys}
+        )
         lease = PartLease(local_peer("me", swarm=told), None)
         lease.settle()
         assert lease.part >= 0 and lease.position >= 0

@@ -1,1 +1,1 @@
-"""Who is in the swarm and what they agreed on: identity, signed records, manifest, bootstrap."""
+"""The swarm's peers and what they agreed on: identity, signed records, manifest, bootstrap."""

@@ -1,10 +1,10 @@
-"""What can be known about addresses: is our port free, does a bootstrap listen, who else was in the
-run when we last were, who reaches us.
+"""What can be known about addresses: whether our port is free, whether a bootstrap listens, which
+other peers were in the run when we last were, and whether others reach us.
 
 The first ones are asked before p2pd starts, which cannot tell: two of them share one port without
-a word (SO_REUSEPORT), and one that reaches no bootstrap says so in a single line and ends. The last
-is for others to say, before the node joins: one that only dials out must join as a client, or the
-others wait for it in vain.
+a word (SO_REUSEPORT), and one that reaches no bootstrap says so in a single line and ends. Only
+others can answer the last one, before the node joins: a node that only dials out must join as a
+client, or the others wait for it in vain.
 """
 
 import contextlib
@@ -56,8 +56,9 @@ class Reachability:
 class FallbackPeers:
     """How a peer comes back into its run while no bootstrap can be reached, noted while it was in.
 
-    addresses: of other peers, with their ids. client_mode: whether it only dialled out: those whom
-    it dials cannot tell. local_network: as `on_local_network` said, for a name may be gone, too.
+    addresses: of other peers, with their ids. client_mode: whether it only dialled out: the peers
+    that it dials cannot tell. local_network: as `on_local_network` said, for a name may be gone,
+    too.
     """
 
     addresses: tuple[str, ...] = ()
@@ -181,8 +182,9 @@ def dial_fault(address: str) -> str | None:
 
 def on_local_network(bootstraps: Sequence[str]) -> bool:
     """Whether all bootstraps are at addresses that the internet does not route, so that the run's
-    other peers may be at such, too. One whose name nobody knows now says nothing. Where any is at
-    a public address volunteers come by the internet, and their home networks are none of the run's.
+    other peers may be at such, too. A bootstrap whose name does not resolve now says nothing. Where
+    any is at a public address volunteers come by the internet, and their home networks are none of
+    the run's.
     """
     routed = set[bool]()
     for address in bootstraps:

@@ -1,10 +1,10 @@
-"""Who may take part in a run: everybody, or, where its manifest says `admission: listed`, those
-whom its operator has admitted.
+"""Which peers may take part in a run: all, or, where its manifest says `admission: listed`, those
+that its operator has admitted.
 
 The list stands in the newest revision of the manifest, so it spreads, lasts and is proven as that
-is (manifest_revisions.py), and a peer has nothing to show. Who is not on it, or not any more, is
-refused wherever a peer hears others: records of the DHT (swarm.py), streams, groups, downloads. The
-operator's own bootstrap is on it always. `dilocox operate admit` and `revoke` change it.
+is (manifest_revisions.py), and a peer has nothing to show. A peer that is not, or no longer, on it
+is refused wherever a peer hears others: records of the DHT (swarm.py), streams, groups, downloads.
+The operator's own bootstrap is always on it. `dilocox operate admit` and `revoke` change it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FOLLOW_S = 1.0  # between two looks at the file
 
 
 class Admission:
-    """Who is admitted to one run now; may be asked by any thread."""
+    """Which peers are admitted to one run now; may be asked by any thread."""
 
     def __init__(
         self,

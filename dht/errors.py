@@ -51,4 +51,4 @@ class EnvironmentFault(DilocoxError):
 
 
 class BootstrapsSilent(EnvironmentFault):
-    """No bootstrap of the invite answers now; who has been in the run comes back when one does."""
+    """No bootstrap of the invite answers now; a peer that was in the run returns once one does."""

@@ -1,4 +1,4 @@
-"""Who a peer is: one Ed25519 key that is its libp2p identity and signs everything it says.
+"""A peer's identity: one Ed25519 key that is its libp2p identity and signs everything it says.
 
 The key file has the format that p2pd reads (a libp2p `PrivateKey` message around the key), so the
 peer id that others see on a connection and the owner of a signed record are the same thing. The
@@ -29,8 +29,8 @@ _PRIVATE_KEY_MESSAGE = b"\x08\x01\x12\x40"
 class Identity:
     """An Ed25519 key with its file.
 
-    Whoever signs puts the purpose into the first bytes of the data, so that a signature made for
-    one purpose never fits another.
+    The signer puts the purpose into the first bytes of the data, so that a signature made for one
+    purpose never fits another.
     """
 
     def __init__(self, path: Path, seed: bytes):

@@ -47,7 +47,7 @@ class Joined:
 
 @contextmanager
 def visiting(invite: Invite, host: str = "") -> Generator[Joined]:
-    """Join as somebody who only reads, under an identity for this once; raises as `join_run`.
+    """Join as a visitor, which only reads, under a one-time identity; raises as `join_run`.
 
     host: address to listen on, if any.
     """

@@ -6,13 +6,13 @@ so they are searched for every ten minutes, beside what is asked meanwhile. A va
 them; a question goes to one of them at random, another one each time, and says what is known
 already: what one of them missed is heard from the next.
 
-But whoever draws keys until five are next to one of the swarm's is all that is nearest to it, and
-could keep peers from each other, by silence or by answers that are late. So the run's bootstraps
+But a stranger that draws keys until five are next to one of the swarm's owns all nodes nearest to
+it, and could keep peers from each other, by silence or by late answers. So the run's bootstraps
 keep everything as well. They are told at once, whatever becomes of the others. They are asked after
 the others, so that they have nothing to tell but what was missed: for every key every other time,
-and each time where nobody else answered, and a part of the time is theirs. Who keeps a question or
-a value waiting for much longer than a bootstrap would is passed over for a while, twice as long
-each time: rounds end when all have heard the bell, and are no faster than it.
+and each time where nobody else answered, and a part of the time is theirs. A keeper that lets a
+question or a value wait for much longer than a bootstrap would is passed over for a while, twice as
+long each time: rounds end when all have heard the bell, and are no faster than it.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Keepers:
             todo[key] = {node: at for node, at in nodes.items() if at in prompt}
             for peer in set(nodes.values()) - prompt:
                 late[peer].append(key)
-        if thorough:  # who is passed over tells what it has if that comes in time
+        if thorough:  # a keeper that is passed over tells what it has if that comes in time
             for peer, keys in late.items():
                 self._beside(self._hear(peer, keys[:MAX_KEYS], heard))
         left = {key for key in todo if thorough or not heard.answered(key)}
@@ -177,7 +177,7 @@ class Keepers:
             for peer, keys in asked.items():
                 for key in keys:
                     todo[key] = {node: at for node, at in todo[key].items() if at != peer}
-                # instead of who is late a bootstrap is asked
+                # a bootstrap is asked instead of a keeper that is late
                 enough = not calls[peer].done() or calls[peer].result()
                 left -= set(keys) if enough and not thorough else set()
 
@@ -320,7 +320,7 @@ class Keepers:
         )
         return await self._watched(peer, call)
 
-    # ---- who keeps a key -------------------------------------------------------------------------
+    # ---- the keepers of a key --------------------------------------------------------------------
     def _bootstraps_that_answer(self) -> dict[DHTID, PeerID]:
         now = time.monotonic()
         return {
@@ -452,7 +452,7 @@ async def _in_time(asked: Awaitable[object], timeout_s: float) -> None:
 def _one_of_each(
     keepers: Mapping[DHTID, Mapping[DHTID, PeerID]],
 ) -> dict[PeerID, list[DHTID]]:
-    """A keeper at random for every key, and few of them: who is asked is asked for all it keeps."""
+    """A keeper at random for every key, and few keepers: each is asked for all that it keeps."""
     left: list[DHTID] = list(keepers)
     asked = dict[PeerID, list[DHTID]]()
     while left:

@@ -93,8 +93,8 @@ class Manifest:
     preset: the preset that `model` came from.
     stages: slices that the model is cut into.
     end_tokens: the run ends when it has trained on so many.
-    admission: who may take part: whoever has the invite, or whom the operator has listed.
-    about: the operator's words on the run, for whoever looks at it.
+    admission: which peers may take part: all that have the invite, or those the operator listed.
+    about: the operator's words on the run, for its visitors.
     licence: of the model that the run makes.
     """
 

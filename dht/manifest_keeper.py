@@ -50,7 +50,7 @@ class OwnManifest:
         *,
         joins: bool = False,
     ):
-        """joins: whether this bootstrap was told of others, who must be heard before it begins.
+        """joins: whether this bootstrap was told of others, which must be heard before it begins.
 
         Raises `InvalidInput` for a manifest that is too large, or not of the run that began.
         """
@@ -120,7 +120,7 @@ class OwnManifest:
                     f"what the other bootstraps have of run {self.run} is not this operator's "
                     f"({error}): check --join and try again"
                 ) from error
-            # nobody was named who could know the run; what a stranger says counts nothing
+            # nobody that could know the run was named, and a stranger's word counts for nothing
             logger.warning("refused a manifest of run %s: %s", self.run, error)
         if found is not None and known is not None:
             if known.root != self._manifest.digest:

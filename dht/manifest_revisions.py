@@ -3,17 +3,16 @@
 A revision is a whole manifest, signed like the first one, with a number of its own; the highest
 counts. Rounds go on over it: the chain of records still begins at the first revision, every record
 names the rules it was made under, and a manifest tells what its run needs to know of earlier rules.
-So the newest revision is enough to replay all records. Who may revise: whoever has the operator's
-key (`dilocox operate`).
+So the newest revision is enough to replay all records. Any holder of the operator's key may revise
+(`dilocox operate`).
 
 `ManifestWatch` follows the manifest of a run: the operator may sign a newer one at any time. A
 state alone (paused, ended, running again) takes effect in the running process, and so does the list
-of those who are admitted. New rules enter the
-outer step, the deadlines of an exchange or the records that count, and are spread over several
-processes: for them a peer starts again from its snapshot, between two inner steps with no send in
-flight. Records name the rules that they were made under, so it does not matter who is first. Who
-cannot read the new rules must leave all the same: under the old ones it would make a chain of its
-own.
+of admitted peers. New rules enter the outer step, the deadlines of an exchange or the records that
+count, and are spread over several processes: for them a peer starts again from its snapshot,
+between two inner steps with no send in flight. Records name the rules that they were made under, so
+it does not matter which peer is first. A peer that cannot read the new rules must leave all the
+same: under the old ones it would make a chain of its own.
 
 `RevisionFolder` is the operator's: every manifest of a run that was signed, none ever removed.
 `RUN-revisions/00000003.signed` in the operator's state folder. `dilocox operate` puts a new one
@@ -170,7 +169,7 @@ def in_state(before: Manifest, state: RunState) -> Manifest:
 def admitting(before: Manifest, until: Mapping[str, int], today: int) -> Manifest:
     """The next revision, in which these peers are admitted until a day, of those since 1970.
 
-    Who was admitted until a day before `today` is forgotten.
+    Peers that were admitted until a day before `today` are forgotten.
     """
     kept = {peer: day for peer, day in before.operation.admitted if day >= today}
     return _under_same_rules(before, admitted=tuple(sorted((kept | dict(until)).items())))

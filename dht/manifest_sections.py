@@ -295,7 +295,7 @@ class RoundSpec:
     min_inner_steps, max_inner_steps: bounds for what a record may name as the next H; a quarter
         and four times of inner_steps if left out.
     max_age: unsent progress older than this many records is dropped.
-    records_kept: records that every peer keeps for those who missed them.
+    records_kept: records that every peer keeps for those that missed them.
     log_bytes: of its records a peer keeps no more than so many bytes, but the newest four; the
         bootstrap keeps so many bytes of every stage's older records, too.
     group_size: a group of more members than this averages in rows of at most so many.

@@ -133,7 +133,7 @@ async def declare(dht: RunDHT, node: DHTNode, key: str, subkey: bytes, expires_a
 
 
 async def declared(dht: RunDHT, _node: DHTNode, key: str) -> dict[bytes, float]:
-    """Who has said so under a key, in bytes of peer ids, and when that expires."""
+    """The peers that said so under a key, in bytes of peer ids, and when that expires."""
     found = await dht.keepers.everything(DHTID.generate(key), timeout_s=QUESTION_LIMIT_S)
     return {each.subkey: each.expires_at for each in found if each.subkey}
 
@@ -167,7 +167,7 @@ async def meet(dht: DHT, node: DHTNode, peers: tuple[str, ...], timeout_s: float
     end = loop.time() + timeout_s
     while not known and loop.time() < end:
         answered = await who_answers(dht, node, peers, end - loop.time(), one=True)
-        await asyncio.sleep(PAUSE_S)  # who answers is entered in a task of its own
+        await asyncio.sleep(PAUSE_S)  # a task of its own enters the peer that answers
         if answered and known:
             with contextlib.suppress(asyncio.TimeoutError):
                 neighbours = node.find_nearest_nodes([node.node_id])
@@ -317,7 +317,7 @@ class RunDHT(DHT):
 
     @functools.cached_property
     def keepers(self) -> Keepers:
-        """In the child: who keeps which keys."""
+        """In the child: which nodes keep which keys."""
         return Keepers(self._node, self.bootstraps, keeps_all=self._options.keeps_all)
 
     @property

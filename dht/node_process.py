@@ -3,8 +3,8 @@
 Its unix sockets lie in one private folder, so that all of them can be removed at once. hivemind
 puts a socket for p2pd and one for every client of it into /tmp under random names, readable by
 everybody, and leaves them there when a process is killed. Here its prefix points into a folder of
-mode 0700 that the processes of one peer share; whoever of them is left in the end removes it whole.
-Where nobody was, the next start of a peer or bootstrap on this machine does: each holds a lock on
+mode 0700 that the processes of one peer share; the last of them to end removes it whole. Where none
+was left to do so, the next start of a peer or bootstrap on this machine does: each holds a lock on
 its folders that ends with the last of its processes. Memory that they share has no name at all.
 """
 
@@ -119,7 +119,7 @@ torch.multiprocessing.set_sharing_strategy("file_descriptor")  # pyright: ignore
 
 _HIVEMINDS_PREFIX = P2P._UNIX_SOCKET_PREFIX  # pyright: ignore[reportPrivateUsage]
 
-LOCK = "dilocox.lock"  # in a folder, held by whoever uses it
+LOCK = "dilocox.lock"  # in a folder, held by the processes that use it
 
 _folder: Path | None = None
 _users = 0

@@ -1,6 +1,6 @@
-"""Programs that do not outlive who started them, however that ended: p2pd, and commands of ours.
+"""Programs that do not outlive their parent, however that ended: p2pd, and commands of ours.
 
-Apart from node_process.py, which needs hivemind: whoever starts a command may have no use for it.
+Apart from node_process.py, which needs hivemind: a parent of commands may have no use for that.
 """
 
 from __future__ import annotations

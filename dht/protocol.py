@@ -44,7 +44,7 @@ VALUES_OF_REQUEST = 8  # that count as one more call of `RequestLimit`
 # quarter of a MiB, and a crowd that writes without end costs no more than that.
 MAX_ANSWER_BYTES = 256 << 10
 LEAST_SHARE_BYTES = 8 << 10  # of an answer, for one key: more than the longest record has
-MAX_NEWS = MAX_ITEMS // 2  # values under one key in one answer, likewise
+MAX_NEWS = MAX_ITEMS // 2  # values under one key in one answer
 NEAREST = 5  # nodes told for a key: so many keep its values
 MARK_BYTES = 4  # by which an asker says that it knows a value
 KEY_BYTES = DHTID.HASH_NBYTES
@@ -128,8 +128,8 @@ class RunProtocol(DHTProtocol):
     async def rpc_ping(
         self, request: dht_pb2.PingRequest, context: P2PContext
     ) -> dht_pb2.PingResponse:
-        """As hivemind's, which also its other calls go through; who states a node id that is not
-        its own is answered, and met by nobody.
+        """As hivemind's, which also its other calls go through; a caller that states a node id that
+        is not its own is answered, but not put into the routing table.
         """
         stated = request.peer.node_id
         if stated and _node_id(stated, context.remote_id.to_bytes()) is None:
@@ -332,7 +332,7 @@ class RunProtocol(DHTProtocol):
         return response
 
     def _met(self, request: dht_pb2.FindRequest, context: P2PContext) -> None:
-        """Put whoever asks into the routing table, if it is a node that answers others."""
+        """Put the caller into the routing table, if it is a node that answers others."""
         at = context.remote_id
         if (node_id := _node_id(request.peer.node_id, at.to_bytes())) is not None:
             asyncio.create_task(self.update_routing_table(node_id, at))  # noqa: RUF006
@@ -341,8 +341,8 @@ class RunProtocol(DHTProtocol):
 def _node_id(stated: bytes, peer: bytes) -> DHTID | None:
     """The node id that a peer states, None if it is not the one that follows from its peer id.
 
-    Whoever could choose it would choose five ids next to a key, and keep all that is under it. And
-    what is stated as a peer id may be long, of which hivemind makes text in the square of its time.
+    A peer that could choose it would choose five ids next to a key, and keep all that is under it.
+    And a stated peer id may be long: hivemind turns it into text in time quadratic in its length.
     """
     if len(peer) > MAX_PEER_ID_BYTES:
         return None

@@ -2,12 +2,13 @@
 other about the network between them.
 
 Every peer and every bootstrap answers. A dial-back opens fresh TCP connections to the addresses
-that the caller names, and looks whose greeting comes: that a libp2p listener answers is evidence
-enough. Fresh they must be, for libp2p would use the one that the caller has opened. A router may
-let in only those whom the caller has dialled before, as it has the bootstraps; so a bootstrap has
-others dial, too, and believes them more than itself. An asked peer works for strangers here, so all
-is bounded: addresses (public ones, or where the caller is seen to come from; on the word of another
-peer others only where the run is one of a local network), connections, bytes, seconds.
+that the caller names, and looks whether a greeting comes: that a libp2p listener answers is
+evidence enough. They must be fresh, for libp2p would use the one that the caller has opened. A
+router may let in only peers that the caller has dialled before, as it has the bootstraps; so a
+bootstrap has others dial, too, and believes them more than itself. An asked peer works for
+strangers here, so all is bounded: addresses (public ones, or where the caller is seen to come from;
+on the word of another peer others only where the run is one of a local network), connections,
+bytes, seconds.
 
 The callers' side, for a peer that starts and for the doctor, stands at the end.
 """
@@ -49,7 +50,7 @@ from dilocox.dht.upload_limit import CHUNK_BYTES
 logger = logging.getLogger(__name__)
 
 GREETING = b"\x13/multistream/1.0.0\n"  # with which both ends of a libp2p connection begin
-DIAL_LIMIT_S = 2.5  # a connection and its greeting; who drops packets answers nothing
+DIAL_LIMIT_S = 2.5  # a connection and its greeting; a host that drops packets answers nothing
 MAX_DIALLED = 4
 MAX_NAMES, NAMES_AT_ONCE = 2, 2  # of hosts that are looked up: for one question, for all
 
@@ -223,8 +224,8 @@ class Probe(ServicerBase):
 
         now: run time. refuse: counts what is refused, by reason. busy: whether this peer needs its
         link for itself, as in an exchange. admits: whether a peer takes part in the run, for which
-        alone a link is measured. knows: whether a peer is known to take part, on whose word alone
-        it is said whether another one is reached, where any such is connected.
+        alone a link is measured. knows: whether a peer is known to take part: where any such peer
+        is connected, only their word tells whether another one is reached.
         bootstraps: peer ids on whose word others are dialled; None on a bootstrap itself.
         local_network: whether they may have any address dialled, none but public ones otherwise.
         """
@@ -263,7 +264,7 @@ class Probe(ServicerBase):
                 seen = frozenset(ip for ip in told if self._local_network or _is_global(ip))
             if self._dialling >= DIAL_BACKS_AT_ONCE:
                 raise CallRefused("too many at once", "busy")
-            # who was reached before is not declared unreachable on the word of strangers
+            # a peer that was reached before is not declared unreachable on the word of strangers
             alone = self._bootstraps is not None or want.get("again") is True
             others = () if alone else _others(known, caller, seen)
             others = [peer for peer in others if self._knows(peer)] or others
@@ -353,7 +354,7 @@ class Probe(ServicerBase):
         if self._measured_bytes >= BANDWIDTH_HOUR_BYTES:
             raise CallRefused("this peer has measured enough for an hour: ask another one", "busy")
         self._measured_bytes += BANDWIDTH_LIMIT_BYTES
-        # a time, not a flag: who stops reading never lets this go on to its end
+        # a time, not a flag: a caller that stops reading never lets this go on to its end
         self._measuring_until = now + 2 * BANDWIDTH_LIMIT_S
         try:
             yield
@@ -405,8 +406,8 @@ def texts(value: object) -> tuple[str, ...]:
 
 
 def _others(known: dict[str, frozenset[str]], caller: str, seen: frozenset[str]) -> tuple[str, ...]:
-    """Whom to have dial: not those who share the caller's way to the world, and nobody where the
-    caller is on this machine, for that address leads others to themselves.
+    """The peers to have dial: none that shares the caller's way to the world, and none at all where
+    the caller is on this machine, for that address leads others to themselves.
     """
     if any(ipaddress.ip_address(ip).is_loopback for ip in seen):
         return ()

@@ -36,7 +36,7 @@ LOOK_S = 0.5
 CONNECT_LIMIT_S, ANSWER_LIMIT_S = 5.0, 3.0
 PATIENCE = 3  # failed questions, after which the connection is given up
 MAX_DIALLED = 64
-COMMON = 8  # of them dialled by everybody, so that of two peers each knows whom both have dialled
+COMMON = 8  # of them dialled by everybody, so that any two peers have dialled some in common
 AT_ONCE = 8
 
 Targets = Mapping[str, Sequence[str]]
@@ -46,12 +46,12 @@ Targets = Mapping[str, Sequence[str]]
 def dial_targets(
     stages: Mapping[int, Mapping[str, StageRecord]], me: str, own_stage: int
 ) -> dict[str, tuple[str, ...]]:
-    """Whom a peer that only dials out must have dialled, so that they can call it.
+    """The targets of a peer that only dials out: it must have dialled them, so they can call it.
 
     Those of its stage watch it while they average, each the next members in the order of peer ids,
     so those just before it come first. The heads of stage 0 recruit it. The rest passes requests on
-    to it; its neighbours in a replica it dials itself. Where there is not room for all, these take
-    turns, and each peer draws others, so that nobody is dialled by all but the common ones.
+    to it. It dials its neighbours in a replica itself. Where there is not room for all, these take
+    turns, and each peer draws others, so that only the common ones are dialled by all.
     """
     hosts = {stage: _hosts(here, me) for stage, here in stages.items()}
     own, heads = hosts.get(own_stage, {}), hosts.get(0, {}) if own_stage else {}
@@ -75,10 +75,10 @@ def entries_among(
     *,
     local_network: bool,
 ) -> tuple[str, ...]:
-    """By whom a peer may come back (addresses.py): two addresses of a peer at most, each peer's
-    first one before the second of any, numbers alone, which lead nowhere else later.
+    """Peers that a peer may come back by (addresses.py): two addresses of a peer at most, each
+    peer's first one before the second of any; only numeric ones, which lead nowhere else later.
 
-    proven: by whom alone, where there are any: others may be strangers, who would tell it the time.
+    proven: only these, where there are any: others may be strangers, which would tell it the time.
     """
     known = {stage: {p: here[p] for p in here if p in proven} for stage, here in stages.items()}
     targets = dial_targets(known, me, own_stage) or dial_targets(stages, me, own_stage)
@@ -98,11 +98,11 @@ def relays_between(
     *,
     client_mode: bool,
 ) -> list[str]:
-    """Who passes this peer's requests on to that one, in any order; nobody where it can be called.
+    """The peers that pass this peer's requests on to that one, in any order; none where it can be
+    called.
 
-    Who only dials out can be called by those it has dialled alone, so they pass on what others ask
-    it. client_mode: whether this peer only dials out, too; then those come first, to whom it has a
-    way already.
+    Only peers that it has dialled can call a peer that only dials out, so they pass on what others
+    ask it. client_mode: whether this peer only dials out, too; then those that it dials itself.
     """
     theirs = [stage for stage, here in stages.items() if peer in here and here[peer].client_mode]
     if not theirs:
@@ -217,7 +217,7 @@ def _hosts(here: Mapping[str, StageRecord], me: str) -> dict[str, tuple[str, ...
 
 @lru_cache(maxsize=1 << 15)  # as below
 def _draw(by: str, peer: str) -> bytes:
-    """Puts peers in an order of this one's own, of which who comes and goes changes little."""
+    """Puts peers in an order of this one's own, which changes little as peers come and go."""
     return hashlib.sha256(f"{by} {peer}".encode()).digest()
 
 

@@ -273,7 +273,7 @@ class ClaimRecord(Record):
     idle: whether it neither trains nor has learnt anything that no record holds.
     stuck: whether its sends since that record came to nothing, three or more.
     written: by the operator's archive, what the model writes now after the run's prompt.
-    run_round: likewise, of stage 0: the newest round of which any stage has a record.
+    run_round: by the same, of stage 0: the newest round of which any stage has a record.
     """
 
     kind: ClassVar[Kind] = "round"

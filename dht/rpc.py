@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 BYTE_KINDS = ("averaging", "record", "state")
-"""What payload bytes are for: exchanges, or records and states for those who were not in them."""
+"""What payload bytes are for: exchanges, or records and states for peers that were not in them."""
 REFUSALS = (
     "frame",
     "group",
@@ -238,7 +238,7 @@ class Client:
         received: Counts | None = None,
     ):
         """record_bytes: the most that a record of this stage, or a mean in it, may have. limit: of
-        what is pushed; who only asks has none.
+        what is pushed; a client that only asks has none.
         `sent`, `received`: where payload bytes are counted, by kind.
         """
         self._p2p = p2p

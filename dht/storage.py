@@ -1,10 +1,10 @@
 """What a DHT node keeps for others: hivemind's storage, bounded by owner and altogether. Apart from
 protocol.py, whose rules of the wire it does not know.
 
-A value under a subkey is signed by its owner, whose peer id the subkey is (validator.py), so whose
-it is need not be believed. Nobody has more than so many keys and bytes here: of what is beyond, its
-own first to expire goes. Where everything is full, who came last has to go, so that a crowd of new
-keys takes no place of those that were here before it. The manifest alone has no subkey.
+A value under a subkey is signed by its owner, whose peer id the subkey is (validator.py), so its
+owner is proven. Each owner has at most so many keys and bytes here: beyond that, the first of its
+own values to expire goes. Where everything is full, the owner that came last has to go, so that a
+crowd of new keys takes no place of those that were here before it. Only the manifest has no subkey.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 and how many streams are open at once. Apart from protocol.py, whose calls are no streams.
 
 hivemind 1.1.12 reads the length of a message and then as many bytes, however many: a stranger could
-fill the memory of whoever answers it, before anything asks who it is. It waits for a request for
-ever, as long for a handler that has ended to take what came after it, and for a caller that reads
-nothing of what it is told. A stream that is out of bounds ends, as if the other side had closed it.
+fill the memory of the peer that answers it, before anything checks its identity. hivemind waits for
+ever for a request, for a handler that has ended to take what came after it, and for a caller that
+reads nothing of what it is told. A stream that is out of bounds ends, as if the other side had
+closed it.
 """
 
 from __future__ import annotations
@@ -163,8 +164,8 @@ class _Places:
         self._held: dict[str, list[_Request]] = {}
 
     def take(self, peer: str, request: _Request) -> bool:
-        """Whether there is a place. Where all are taken, the oldest stream of who has most ends for
-        one that has fewer.
+        """Whether there is a place. Where all are taken, the oldest stream of the peer that has
+        most ends for one that has fewer.
         """
         mine = self._held.get(peer, [])
         if len(mine) >= self._of_one:
@@ -189,7 +190,7 @@ class _Places:
 
 
 class OpenStreams:
-    """The streams that a process answers, by who opened them.
+    """The streams that a process answers, by the peer that opened them.
 
     refuse: counts what is out of bounds, by one of `REFUSALS` (rpc.py). knows: whether a peer has
     something to do with the run; the others, whose keys cost nothing, have places of their own. The

@@ -62,7 +62,7 @@ class Swarm:
         *,
         most_owners: int = MAX_OWNERS,
     ):
-        """most_owners: under one key, that are heard; who comes later is not."""
+        """most_owners: under one key, that are heard; owners that come later are not."""
         self.refused: Counter[str] = Counter()
         self.admission: Admission | None = None
         self.sent_bytes = self.received_bytes = 0
@@ -126,9 +126,9 @@ class Swarm:
     ) -> dict[str, dict[str, R] | None]:
         """As `read`, for many keys at once: None for those keys that gave no answer in time.
 
-        Only what is not known yet is told. `thorough`: all nodes that keep a key are asked. Who
-        looks again and again asks one of them each time, which costs a fifth: what that one has
-        missed is heard from the next.
+        Only what is not known yet is told. `thorough`: all nodes that keep a key are asked. A
+        caller that looks again and again asks one of them each time, which costs a fifth: what that
+        one has missed is heard from the next.
         """
         for key, record_type in keys.items():
             if parse_key(key).kind != record_type.kind:
@@ -219,7 +219,7 @@ class Swarm:
         return signed
 
     def admit_by(self, manifest: Manifest, operator: str, kept: Path | None = None) -> None:
-        """Hear only whom the run's newest manifest admits; arguments as of `Admission`."""
+        """Hear only peers that the run's newest manifest admits; arguments as of `Admission`."""
         self.admission = Admission(self._run, manifest, operator, self._clock.time, kept)
 
     def admits(self, peer: str) -> bool:

@@ -12,7 +12,7 @@ from dilocox.dht.names import cut, shown_peer
 from dilocox.dht.records import MAX_TEXT, BellRecord, ClaimRecord, ReplicaRecord, StageRecord
 
 Heads = frozenset[str] | None
-"""Those who count, of all who say that they lead a replica; None where all do."""
+"""The heads that count, of all that say that they lead a replica; None where all do."""
 
 
 def nobody_holds(peers: int) -> str:
@@ -34,12 +34,12 @@ def that_count(claims: Mapping[str, ClaimRecord], manifest: Manifest) -> dict[st
 
 
 def believed_first(claims: Mapping[str, ClaimRecord], witness: str = "") -> dict[str, ClaimRecord]:
-    """What is claimed of a stage, for who only looks, and has no chain to judge it by: what the
-    operator's archive, the witness, vouches for; then what most claim, whose ids cost nothing;
-    among equals the longer chain, since right after a commit some have it and others not yet.
+    """What is claimed of a stage, for an onlooker, which has no chain to judge it by: first what
+    the operator's archive, the witness, vouches for; then what most claim, though their ids cost
+    nothing; among equals the longer chain, since right after a commit only some have it.
     """
     vouched = claims.get(witness)
-    # with their tokens: who copies a digest alone could say that the run has ended
+    # with their tokens: a peer that only copies a digest could say that the run has ended
     counts = Counter((claim.digest, claim.chain_tokens) for claim in claims.values())
 
     def order(item: tuple[str, ClaimRecord]) -> tuple[object, ...]:

@@ -52,7 +52,7 @@ class UploadLimit:
                 self._idle.set()
 
     async def spend(self, count: int, *, first: bool) -> None:
-        """Wait until `count` more bytes may leave; who is not `first` waits for an idle link."""
+        """Wait until `count` more bytes may leave; all but `first` ones wait for an idle link."""
         if self._exchanges and not first:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), self._held_back_s)

@@ -4,8 +4,8 @@ did not send.
 Only plain values pass (no extension types, no objects), text must be UTF-8, map keys must be text.
 Only this file knows the msgpack package.
 
-And the envelope that a record travels in: who says it, where, until when, as which in a row, and
-the signature over that. hivemind shows a validator only the hash of a key, so the key itself stands
+And the envelope that a record travels in: its owner, key, expiry and sequence number, and the
+signature over these. hivemind shows a validator only the hash of a key, so the key itself stands
 inside the envelope, under the signature; so do run (the key starts with it), owner (the peer id is
 the hash of the public key), sequence number and expiry. A stranger can neither forge a record, nor
 move it to another key or owner, nor make it live longer. hivemind's own declarations in matchmaking
@@ -117,7 +117,7 @@ class Envelope:
 
     @property
     def owner(self) -> str:
-        """Peer id (base58) of whoever signed it."""
+        """Peer id (base58) of its signer."""
         return peer_id_of(self.public_key)
 
     @property

@@ -9,8 +9,8 @@ for tokens differ in magnitude by thousands. With "int4", what all tokens have i
 out before and stands in front (`take_out`). "bf16" is the values' upper halves, rounded to
 nearest even, little-endian. Windows are int32, little-endian.
 
-What is not finite is never sent: the frame says codec "none" instead, and whoever gets it counts
-the microbatch as not finite, as if it had computed so itself. What a peer sent is finite after
+What is not finite is never sent: the frame says codec "none" instead, and its receiver counts the
+microbatch as not finite, as if it had computed so itself. What a peer sent is finite after
 decoding, or refused.
 
 `take_out` says once, channel by channel, what all tokens have in common, and takes it out.

@@ -1,4 +1,4 @@
-"""Whom a head asks to join its replica, and why there may be nobody to ask.
+"""The peers that a head asks to join its replica, and why there may be none to ask.
 
 What: from the swarm's stage records, per stage the peers to reserve in the order in which to try
 them; the best chain among those that said yes; one line for each stage that nobody can fill.
@@ -40,7 +40,7 @@ class Vacancies:
     me: peer id of the head. num_stages: of the run.
     members: by stage, whether the member it has can only dial out; stage 0 is the head itself.
         All other stages are to be filled.
-    round_trips: measured, in seconds, by peer. helped: peers with whom the head has trained.
+    round_trips: measured, in seconds, by peer. helped: peers that the head has trained with.
         said_no: when a peer did so last, of any clock. avoid: peers not to ask now, such as the
         dead.
     """

@@ -237,7 +237,7 @@ class Frame:
     payload: coded bytes, for TENSOR_KINDS only.
     """
 
-    __pydantic_config__ = ConfigDict(extra="forbid")  # for `_checked`; who makes one is not checked
+    __pydantic_config__ = ConfigDict(extra="forbid")  # for `_checked`, not for `Frame()`
 
     kind: _Name
     replica: Annotated[str, Field(strict=True, max_length=MAX_PEER_ID)] = ""

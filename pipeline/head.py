@@ -33,7 +33,7 @@ HEAL_LIMIT_S = 30.0
 LAST_STEP_LIMIT_S = 3.0  # what the step in flight may still take when this peer is to stop
 STALL_LIMIT_S = 120.0  # an inner step in which nothing moves for so long, or for ten steps' time
 STALLS = 2  # in one inner step, then its members are let go
-SKIPPED = 40  # inner steps in a row, likewise: more than a loss scale of float16 is halved
+SKIPPED = 40  # inner steps in a row, then the same: more than a loss scale of float16 is halved
 MOVES = frozenset({"gradient", "sum"})  # what an inner step comes nearer its end by
 
 
@@ -52,10 +52,10 @@ class Stalled(Lost):
 class Head:
     """The head's part; all methods belong to the computing thread.
 
-    client_mode: whether this peer can only dial out. member: its own stage. records(): who is in
-    the swarm, as of the last look. clip(squared norm, loss): the clip factor, not a number if the
-    step must be skipped. tell(kind, **facts): hears what people and scripts want to know: replica,
-    fault, healed, dissolved. stopping(): ends every wait.
+    client_mode: whether this peer can only dial out. member: its own stage. records(): the
+    swarm's peers, as of the last look. clip(squared norm, loss): the clip factor, not a number if
+    the step must be skipped. tell(kind, **facts): hears what people and scripts want to know:
+    replica, fault, healed, dissolved. stopping(): ends every wait.
 
     Attributes:
         last_fault: in few words, empty before the first.
@@ -174,7 +174,7 @@ class Head:
                 break
             self._failed = vacant = failed
             reason = "its members do not come together"
-        # who is replaced but lives would be a member for itself until it notices
+        # a peer that is replaced but lives would think itself a member until it notices
         self._recruiter.release(peer for peer in replaced if peer not in replica.members.values())
         return reason
 
@@ -312,13 +312,13 @@ class Head:
 
     # ---- healing ---------------------------------------------------------------------------------
     def _give_up(self, reason: str) -> None:
-        """All answer, and yet nothing is learnt: whoever it is, others are to be found."""
+        """All answer, and yet nothing is learnt: whichever is at fault, look for other members."""
         self._recruiter.blame(self._held().others.values())
         self._tell("dissolved", reason=reason)
         self.dissolve()
 
     def _heal(self, fault: Fault, vacant: set[int], *, leave: bool = False) -> None:
-        """Replace the members of these stages, who are missing, or (`leave`) have said that they
+        """Replace the members of these stages, which are missing, or (`leave`) have said that they
         are leaving; else dissolve the replica.
         """
         began, replica = self._clock(), self._held()

@@ -23,7 +23,7 @@ class StageReport(Facts):
     compute_s: of a forward and a backward of one microbatch.
     upper_bytes_per_s, lower_bytes_per_s: how fast large payloads came from each neighbour; 0 where
         nothing was measured.
-    lower_round_trip_s: of a few bytes to the neighbour below and back; 0 likewise.
+    lower_round_trip_s: of a few bytes to the neighbour below and back; 0 where not measured.
     window: microbatches in flight that it has memory for.
     undecided: its last send is in no record yet, and not void.
     leaving: it wants to be relieved.

@@ -8,7 +8,7 @@ meanwhile that this peer lives.
 
 A link is asked for on both sides, with one side dialling. The dialler's first frame is a `hello`;
 it is tried again until the other side knows the link too and says yes. libp2p has proved by then
-who is at the other end.
+which peer is at the other end.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Network:
     """Requests and links of one peer; made after all forks, and closed before its DHT node.
 
     answer: called with (peer id, request) for each request, in the network thread: it must be
-    quick, and returns a frame of kind "yes" or "no". admits: called likewise with a `hello`; which
-    link of this peer it is for, or None to refuse.
+    quick, and returns a frame of kind "yes" or "no". admits: called in the same way with a `hello`;
+    returns the link of this peer that it is for, or None to refuse.
     limits: of links. relayed, relays, knows, strangers: see requests.py; used in the network
     thread.
     thread: in which it runs.

@@ -1,8 +1,8 @@
-"""How a head finds its members, and finds out who is missing. Apart from head.py, which orders
+"""How a head finds its members, and finds out which are missing. Apart from head.py, which orders
 steps among members that it has.
 
-Records say who might be free (candidates.py), a ping how far away a peer is, and only the peer
-itself whether it is free (reservation.py). A peer that gave no answer is left alone for a while:
+Records say which peers might be free (candidates.py), a ping says how far away a peer is, and only
+the peer itself whether it is free (reservation.py). One that gave no answer is left alone a while:
 its records live longer than it does.
 """
 
@@ -22,9 +22,9 @@ from dilocox.pipeline.network import Network
 PING_LIMIT_S = 1.0
 REQUEST_LIMIT_S = 2.0
 AVOID_S = 5.0  # how long a peer that gave no answer is not asked again
-# how long one comes last that answers, and with which no inner step ends: at first, and at most
+# how long a peer comes last that answers, but with which no inner step ends: at first, and at most
 BLAMED_S, MOST_BLAMED_S = 20.0, 1200.0
-NO_COUNTS_S = 1200.0  # for which who said no is asked after those who did not
+NO_COUNTS_S = 1200.0  # for which a peer that said no is asked after those that did not
 SAME_LINK_S = 60.0  # a link that breaks twice within so long is given up, and its lower peer
 PINGED_AT_ONCE = 32
 MEASURED_A_STAGE = 8  # peers whose round trip is measured before one is chosen
@@ -69,7 +69,7 @@ class Replica:
 
 
 class Recruiter:
-    """Asks on behalf of one head. `records`: who is in the swarm, as of the last look. `stopping`
+    """Asks on behalf of one head. `records`: the swarm's peers, as of the last look. `stopping`
     ends the search for a peer.
 
     Attributes:
@@ -97,7 +97,7 @@ class Recruiter:
         self._avoid: dict[str, float] = {}
         self._blamed = dict[str, tuple[int, float]]()  # how often since an inner step, until when
         self._round_trips: dict[str, float] = {}
-        self._helped = set[str]()  # with whom an inner step ended since they said no
+        self._helped = set[str]()  # peers with which an inner step ended since they said no
         self._said_no: dict[str, float] = {}  # when last
 
     def recruit(self, replica: Replica, vacant: set[int], *, until: float) -> str:
@@ -156,7 +156,7 @@ class Recruiter:
         )
 
     def _measure(self, found: Mapping[int, Sequence[str]]) -> None:
-        """Ping candidates whose round trip is not known; who gives no answer is avoided."""
+        """Ping candidates whose round trip is not known; avoid those that give no answer."""
         unknown = [
             peer
             for peers in found.values()
@@ -167,7 +167,7 @@ class Recruiter:
             self._ping(unknown)
 
     def _ping(self, peers: Collection[str], limit_s: float = PING_LIMIT_S) -> None:
-        """Measure the round trips to these peers; who gives no answer is avoided."""
+        """Measure the round trips to these peers; avoid those that give no answer."""
         answers = self.ask_all(peers, "ping", limit_s=limit_s)
         for peer, answer in answers.items():
             if answer is None:
@@ -199,9 +199,9 @@ class Recruiter:
     def missing(self, replica: Replica, fault: Fault | None, *, heard: bool = True) -> set[int]:
         """The stages whose members are not there any more, by asking each of them.
 
-        Who gives no answer is avoided; who answers but has left this replica is free again. fault:
-        of a link, if any, for which the lower of two living members may be given up; heard: whether
-        somebody told of it.
+        A member that gives no answer is avoided; one that answers but has left this replica is free
+        again. fault: of a link, if any, for which the lower of two living members may be given up;
+        heard: whether somebody told of it.
         """
         answers = self.ask_all(replica.others.values(), "ping", limit_s=PING_LIMIT_S)
         silent = [peer for peer, answer in answers.items() if answer is None]

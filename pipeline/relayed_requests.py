@@ -1,9 +1,9 @@
 """Requests that reach a peer by way of a third one: signed, addressed, short-lived, taken once.
 
-What: a request frame, sealed by the peer that asks for one recipient; the reply likewise.
-Why: a peer that can only dial out can be called by those alone that it has dialled. They can be
-reached by everybody, and pass sealed requests on (requests.py). Such a relay is a stranger to both:
-it may lose a request, but not make one up, change it, keep it for later or deliver it twice.
+What: a request frame that the asking peer seals for one recipient; its reply is sealed, too.
+Why: only peers that it has dialled can call a peer that can only dial out. Everybody can reach
+these, and they pass sealed requests on (requests.py). Such a relay is a stranger to both: it may
+lose a request, but not make one up, change it, keep it for later or deliver it twice.
 How: the envelope of the DHT's records. Its key names run and recipient, so it can be taken for no
 record and for nobody else's request; its sequence grows, and a reply has that of its request.
 """
@@ -39,7 +39,7 @@ TAKEN_PER_S, TAKEN_OF_ONE_PER_S = 500, 50
 class RelayedRequests:
     """Those of one peer in one run; lives in one thread.
 
-    now: run time in seconds. max_askers: whose requests are told apart at a time.
+    now: run time in seconds. max_askers: peers whose requests are told apart at a time.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RelayedRequests:
         self._asked = 0
         self._last: dict[str, tuple[int, float]] = {}  # by asker: sequence, until when it counts
         self._second = 0
-        self._taken: Counter[str] = Counter()  # by asker, or who brought nonsense, in this second
+        self._taken: Counter[str] = Counter()  # by asker, or bringer of nonsense, in this second
         self._read: set[bytes] = set()  # digests of those taken in it
 
     def ask(self, to: str, request: Frame) -> tuple[bytes, int]:
@@ -66,7 +66,7 @@ class RelayedRequests:
         return self._sealed("request", to, self._asked, request), self._asked
 
     def take(self, data: bytes, bringer: str) -> tuple[str, Frame, int] | None:
-        """Open what is sealed for this peer: who asks, the request and its number.
+        """Open what is sealed for this peer: the asker, the request and its number.
 
         bringer: id of the peer that passed it on; of one asker, and of nonsense of one bringer,
         only so many are opened a second.
@@ -87,7 +87,7 @@ class RelayedRequests:
         self._taken[bringer] += 1
         opened = self._opened("request", data, self._identity.peer_id)
         asker = opened.owner
-        self._taken[bringer] -= 1  # it is its asker's, whoever brings it
+        self._taken[bringer] -= 1  # it counts as its asker's, whichever peer brings it
         if self._taken[asker] >= TAKEN_OF_ONE_PER_S:
             raise FrameRefused("crowded", f"{TAKEN_OF_ONE_PER_S} requests of a peer in a second")
         self._taken[asker] += 1

@@ -5,7 +5,7 @@ A short request (ping, reserve, assign, release) is a fresh stream with one fram
 back; to a peer that can only dial out, and has not dialled this one, it goes sealed, by way of
 others (relayed_requests.py), and every peer passes such requests on. A stream whose first frame is
 a `hello` may become a link: that is for network.py to say.
-Whoever opens a stream is a stranger until its first frame has been answered, and strangers get
+A peer that opens a stream is a stranger until its first frame has been answered, and strangers get
 little time, little memory and a limited number of streams. libp2p has proved their peer ids.
 """
 
@@ -50,7 +50,7 @@ _REPLIES = frozenset({"reply", "no"})
 
 
 class _Relay(Facts):
-    to: Annotated[str, Field(max_length=MAX_PEER_ID)]  # whom the request is for
+    to: Annotated[str, Field(max_length=MAX_PEER_ID)]  # the recipient of the request
 
 
 class _No(Facts):
@@ -66,8 +66,8 @@ class StrangerLimits:
     """What streams of strangers may take.
 
     opening_s: for a stranger's first frame and our answer. strangers: of all peers and of one.
-    known: of those that have something to do with this peer, likewise: keys cost nothing, and fill
-        the places of strangers.
+    known: of peers that have something to do with this one, in all and of one: keys cost nothing,
+        and fill the places of strangers.
     passed_on: sealed requests on their way at once, of all peers and of one; few, for each takes
         the place of a stranger.
     """
@@ -85,9 +85,9 @@ class RequestServer:
     """Asks and answers under one handler name; all in the network thread.
 
     answer: the reply to a request, by peer id; it must be quick. welcome: takes a stream that began
-    with a hello, answers it, and says whether it keeps the stream. relays: by whose way to ask a
-    peer that cannot be called from here, in any order; empty for all others. knows: whether a peer
-    has something to do with this one.
+    with a hello, answers it, and says whether it keeps the stream. relays: the peers by way of
+    which to ask one that cannot be called from here, in any order; none for all others. knows:
+    whether a peer has something to do with this one.
     """
 
     def __init__(
@@ -273,7 +273,7 @@ class RequestServer:
         return False
 
     def _answered(self, bringer: str, frame: Frame) -> Frame:
-        """The sealed answer to a sealed request, whoever brought it first."""
+        """The sealed answer to a sealed request, whichever peer brought it first."""
         taken = self._relayed.take(frame.sealed, bringer)
         if taken is None:
             return Frame(kind="no", facts={"reason": "it came before, or a later one did"})
@@ -309,4 +309,4 @@ def _place(present: Counter[str], peer: str, most: int, most_of_a_peer: int) -> 
         yield
     finally:
         present[peer] -= 1
-        present += Counter()  # forgets who has none
+        present += Counter()  # forgets peers that have none

@@ -1,14 +1,14 @@
-"""Whether this peer is free for a replica: who may have it, and in which epoch it works.
+"""Whether this peer is free for a replica: which head may have it, and in which epoch it works.
 
 What: `Reservation` answers the requests of heads (ping, reserve, assign, release) in the network
 thread and hands the assignment that follows to the thread that computes.
 Why: the swarm's records are hints, seconds old; two heads may want the same spare at once. Only the
 peer itself knows whether it is free, so a head reserves all it needs and then assigns them
-(two-phase). A reservation expires by itself: a head that dies in between blocks nobody. Who has had
-one and did not come waits for twice as long as it held it: others go first then. Keys cost nothing,
-so before whoever is not known to train go the heads that are: they take a reservation or a member
-over (those that train with it say so in the DHT, and are not asked), nobody else has one while they
-ask, and a peer that becomes free is theirs for a while.
+(two-phase). A reservation expires by itself: a head that dies in between blocks nobody. A head that
+had one and did not come waits for twice as long as it held it: others go first then. Keys cost
+nothing, so heads that are known to train go before those that are not: they take a reservation or a
+member over (members that train with a head say so in the DHT, and are not asked), nobody else has
+one while they ask, and a peer that becomes free is theirs for a while.
 How: one lock, no I/O, time from a clock that is passed in. Nothing that a peer sends raises: what
 is odd is answered with "no" and counted.
 """
@@ -43,7 +43,7 @@ _DONE = ("done_step", "done_factor", "done_learning_rate")
 
 
 class Assignment(Facts):
-    """One epoch of a replica: who works in it, and from where.
+    """One epoch of a replica: its members, and where they are.
 
     replica, head: peer id of the stage-0 peer. members: peer ids by stage.
     clients: by stage, whether the member can only dial out; of two neighbours at most one.

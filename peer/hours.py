@@ -2,8 +2,7 @@
 
 `Hours` are hours of this machine's local day, from the first to before the last (22-6 is from 22:00
 to 06:00). Their next start is looked for hour by hour in real time, so that it is right on days of
-23 and 25 hours, too. Months are those of UTC. Who rests when
-is said in process/resting.py.
+23 and 25 hours, too. Months are those of UTC. process/resting.py says what rests when.
 """
 
 from __future__ import annotations

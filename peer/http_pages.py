@@ -5,9 +5,9 @@ Prometheus's client library writes the text of `/metrics`: a program lists its m
 `MetricSpec`, and `MetricTable` reads them when somebody asks.
 Why not the standard library's server as it is: it asks the DNS for its own name when it starts, and
 takes as many clients as there are, each for as long as it likes. Here a connection has one deadline
-from its first byte to its last, and there are only so many at once. Who answers more than GET
-extends `PageRequest` (commands/serve.py); who answers for more paths than can be listed, or decides
-who may ask, has a `Fallback` (process/local_page.py).
+from its first byte to its last, and there are only so many at once. A server that answers more than
+GET extends `PageRequest` (commands/serve.py); one that answers for more paths than can be listed,
+or decides which callers may ask, has a `Fallback` (process/local_page.py).
 How: daemon threads, which end with the process. Start it after all forks: a child would keep the
 port, and threads do not survive a fork.
 """
@@ -275,7 +275,7 @@ class MetricSpec(Generic[S]):
     """One metric: a counter if its name ends in `_total`, else a gauge.
 
     read: its value, None where it is not known; where it has `labels`, values by their values (a
-    tuple of these for more than one label). Called in the thread of whoever asks.
+    tuple of these for more than one label). Called in the thread of the caller.
     """
 
     name: str

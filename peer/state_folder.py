@@ -45,7 +45,7 @@ class StateFolder:
         return self.path / f"{run}.signed"
 
     def fallback_peers(self, run: str) -> Path:
-        """By whom this peer may come back into a run while no bootstrap can be reached."""
+        """The peers by which this one may come back into a run while no bootstrap is reachable."""
         return self.path / f"{run}.peers"
 
     @property

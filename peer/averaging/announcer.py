@@ -5,7 +5,7 @@ Apart from coordinator.py, which decides by what is heard.
 `Cadence` says how often a peer tells and hears, so that it costs no more than a budget of bytes, in
 a swarm of those that records remember.
 
-Every announcement of a peer is carried to all who look where it was made. In a swarm of equals a
+Every announcement of a peer is carried to all that look where it was made. In a swarm of equals a
 peer therefore pays, for each of its announcements, what it hears when all of them announce once;
 and that grows with the swarm. So announcements are made in intervals that stretch with it, and
 records live for three of them, whatever that is: nobody vanishes between two. What must be prompt,
@@ -15,7 +15,7 @@ A look costs little where nothing is new, so looks are made several times betwee
 of the others. Other stages than one's own are looked at once in four intervals.
 
     budget   1.3 kB/s, and 2 B/s more for each peer above 200; more where the manifest's heartbeat
-             is shorter than 10 s: who sets that wants answers sooner
+             is shorter than 10 s: an operator that sets that wants answers sooner
     interval (bytes heard when all announce once) / (two thirds of the budget), no shorter than the
              manifest's heartbeat, no longer than a record may live; where it has grown since the
              last announcement, no longer than two thirds of what that lives
@@ -97,7 +97,7 @@ class Cadence:
     def __init__(self, *, heartbeat_s: float, now_s: float):
         """heartbeat_s: of the manifest, the shortest interval."""
         self._heartbeat_s = heartbeat_s
-        self._saved = float(SAVED_ANNOUNCEMENTS)  # who comes has something to tell
+        self._saved = float(SAVED_ANNOUNCEMENTS)  # a peer that has just come has something to tell
         self._filled_at = now_s
         self.hear(Heard())
 

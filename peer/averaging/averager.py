@@ -122,9 +122,9 @@ class StageBuffers:
     momentum: Tensor
     # counted since this peer started, by the averaging process:
     sent: Counts  # payload bytes by kind
-    received: Counts  # likewise
+    received: Counts  # payload bytes by kind
     refused: Counts  # what other peers sent, by reason
-    probe_refused: Counts  # likewise, what they asked of `Probe`
+    probe_refused: Counts  # what they asked of `Probe`, by reason
 
     @classmethod
     def allocate(cls, numel: int) -> StageBuffers:
@@ -395,9 +395,9 @@ class StageAverager(PeerService, DecentralizedAverager):
     async def rpc_join_group(
         self, request: averaging_pb2.JoinRequest, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
-        """hivemind's, for those who are admitted to the run and not blamed for the attempt before,
-        with a group that is whole when it is for all known ones who join it, and that waits for its
-        time where another one does.
+        """hivemind's, for peers that are admitted to the run and not blamed for the attempt before.
+        The group is whole when it is for all known peers that join it; where another peer joins, it
+        waits for its time.
         """
         if not self._admits(str(context.remote_id)):
             self.refused.add("admission")
@@ -408,7 +408,7 @@ class StageAverager(PeerService, DecentralizedAverager):
             try:
                 peer = str(context.remote_id)
                 ticket = self._asked_with(request.gather, peer)
-                # who is not known fills no group: it waits for its time
+                # a peer that is not known fills no group: it waits for its time
                 known = self.current_order().knows(peer)
                 expect(self._matchmaking, ticket.expected if known else None)
             except GroupRefused as error:  # or all members would have it, each from this peer
@@ -482,7 +482,7 @@ class StageAverager(PeerService, DecentralizedAverager):
         self, order: ExchangeOrder, group: bytes, tickets: dict[str, Ticket]
     ) -> AttemptResult:
         local, plan, codec = self.local, order.plan, self._check.codec
-        for peer in tickets:  # a leader may have let in whom it likes
+        for peer in tickets:  # a leader may have let in any peer
             if not local.swarm.admits(peer):
                 raise GroupRefused(f"{peer} is not admitted to the run")
         setup = attempt_setup(order, local.manifest, codec, local.me, tickets, group=group)

@@ -1,9 +1,9 @@
 """The connections between a peer and the others of its swarm, kept open while it runs. Apart from
 coordinator.py: it talks to p2pd and knows no rounds.
 
-Its coordinator says whom to dial and when to ask whether others still reach it; its averaging
-process, which has the handle to p2pd, does so and answers those who ask the same (averager.py,
-dht/reachability.py).
+Its coordinator says which peers to dial and when to ask whether others still reach it; its
+averaging process, which has the handle to p2pd, does so and answers those that ask the same
+(averager.py, dht/reachability.py).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Connectivity:
         )
 
     def look(self, view: SwarmView, proven: Collection[str] = ()) -> None:
-        """Keep those to others open where they cannot open them; say where there are none. Note for
-        the next start by whom to come back; proven: by those alone, where they can be dialled.
+        """Keep those to others open where they cannot open them; say where there are none. Note the
+        peers to come back by at the next start; proven: only these, where they can be dialled.
         """
         local = self._local
         self._note(view, proven)

@@ -66,7 +66,7 @@ class WorkerThread:
             call, future = self._calls.get()
             try:
                 future.set_result(call())
-            except Exception as error:  # noqa: BLE001 - whoever asked gets it
+            except Exception as error:  # noqa: BLE001 - the caller gets it
                 future.set_exception(error)
 
 
@@ -274,7 +274,7 @@ class Coordinator(threading.Thread):
 
     @property
     def end_limit_s(self) -> float:
-        """How long who has `stopped` waits for its last record; others may take two steps yet."""
+        """How long a `stopped` peer waits for its last record; others may take two steps yet."""
         steps = (min(each.step_s, LONGEST_STEP_S) for each in self._heads_view.leading.values())
         return self.outcome_limit_s + 2 * max(steps, default=0.0)
 
@@ -296,7 +296,7 @@ class Coordinator(threading.Thread):
     @property
     def holds_alone(self) -> bool:
         """Whether this peer is the last one of its stage, and the operator's archive has not its
-        newest record: who else says that it has may be anybody.
+        newest record: any other peer that claims it may be a stranger.
         """
         alone = self.joined.is_set() and not self.driver.rivals(self.view)
         return alone and not self.archived
@@ -404,7 +404,7 @@ class Coordinator(threading.Thread):
             self._heard_at = now
             self._saw_all_at = now if whole else self._saw_all_at
             wanted = self._rounds.wanted_bells(self._heads_view)
-            # who waits for a record, or for the outcome of a send, looks with every heartbeat
+            # a peer that waits for a record or for the outcome of a send looks every heartbeat
             eager = not stays or self.driver.undecided
             ask = partial(self._read, wanted, self.round, whole=whole, eager=eager)
             self._reading = self._reader.submit(ask)
@@ -488,7 +488,7 @@ class Coordinator(threading.Thread):
     def _rings_last(self, now: float) -> bool:
         """Whether what is left is to be sent: all other heads in view have heard of the end, too.
 
-        Who had not would send with this round, train on, and need another one of its own.
+        A head that had not would send with this round, train on, and need another one of its own.
         """
         if not self.stopped:
             return False

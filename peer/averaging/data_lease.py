@@ -1,11 +1,12 @@
-"""Leases on data parts: heads agree through the DHT who reads which, while peers come and go.
+"""Leases on data parts: heads agree in the DHT which one reads which, while peers come and go.
 
 A lease is a signed record that expires by itself. A head tries parts in an order of its own (by a
 hash of its id, so that heads rarely meet), takes the first that nobody holds, and looks again at
 every heartbeat: where two took the same part at once, the smaller id keeps it and the other moves
-on. Where there are more heads than parts they are spread over them, and whoever shares a part reads
-it from an epoch of its own: in another order than the others. Whoever was in no record yet keeps
-nobody from a part who was: keys that train nothing may say that they read everything.
+on. Where there are more heads than parts they are spread over them, and each head that shares a
+part reads it from an epoch of its own: in another order than the others. A head that was in no
+record yet keeps no head that was in one from a part: keys that train nothing may say that they read
+everything.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dilocox.dht.records import PartRecord, Record, part_key
 from dilocox.peer.averaging.local_peer import LocalPeer
 
 READ_AT_ONCE = 16  # parts that are looked at together
-# Epochs at which those who share a part begin: beyond what a first reader comes to.
+# Epochs at which heads that share a part begin: beyond what a first reader comes to.
 SHARED_EPOCHS = range(1 << 12, 1 << 20)
 MOST_EPOCHS = 3 << 19  # that a head is believed; from there on a record has room for as many again
 _ROW_BITS = 32  # the low bits of a position count rows, the others epochs

@@ -57,9 +57,9 @@ logger = logging.getLogger(__name__)
 NO_GROUP_S = 2.5  # after the scheduled time nobody new joins a group
 LOOKED_AHEAD = 3  # searches of the DHT that a group may take to find itself, beside its least time
 LONGEST_LEAD_S = 30.0
-FIRST_GROUPS = 2  # that wait for all who say that they train, where all are new
+FIRST_GROUPS = 2  # that wait for all that say that they train, where all are new
 STUCK_VOIDS = 3  # in a row, without a new record meanwhile
-STRAY_LIFETIMES = 4  # of records, for which it waits for those who went on where nobody follows
+STRAY_LIFETIMES = 4  # of records, for which it waits for peers that went on where nobody follows
 TAKEN_S = 900.0  # and longer, where the operator's archive may be about to take what they have
 GROUP_OVER = "the group's time is over"
 BOTH_VOID = "both attempts were void"
@@ -76,7 +76,7 @@ class _Job:
     attempt: int = 0
     abort: bytes = b""
     blamed: tuple[str, ...] = ()
-    # after which record its first attempt was, and whom this peer had missed since
+    # after which record its first attempt was, and the peers that this one had missed since
     unreliable: tuple[str, frozenset[str]] = "", frozenset()
     future: Future[AttemptResult] | Future[AttemptResult | None] | None = None
     limit: float = 0.0  # monotonic time: of the state the job is in
@@ -122,9 +122,9 @@ class ExchangeDriver:
         self._in_vain = "", 0  # the newest record, and how many sends were void since
         self._strays: dict[str, tuple[float, bool]] = {}  # since when (monotonic), whether known
         self._not_waited_for = frozenset[str]()  # of them
-        # likewise, whom it missed since, or did not hear vote, where nothing was committed
+        # that record, and peers missed since, or not heard to vote, where nothing was committed
         self._unreliable: tuple[str, frozenset[str]] = "", frozenset()
-        # of which record, and who gave others a mean of its exchange and this peer none
+        # the record, and the peers that gave others a mean of its exchange and this peer none
         self._passed_by: tuple[str, frozenset[str]] = "", frozenset()
         self._waited_in_vain = 0  # sends in a row, whose group others did not come to
 
@@ -146,8 +146,8 @@ class ExchangeDriver:
     def rivals(self, view: SwarmView) -> frozenset[str]:
         """The others of the stage without which this peer does not commit alone.
 
-        Anybody can say that it trains. So those do not count who are new where this peer is not;
-        and where all are new, nobody does once they did not come again and again.
+        Anybody can say that it trains. So new peers do not count where this peer is not new; and
+        where all are new, none does once they failed to come again and again.
         """
         known = self._credits(self._counted(view))
         if self._waited_in_vain >= FIRST_GROUPS and max(known.values()) < VOTING_RECORDS:
@@ -155,12 +155,12 @@ class ExchangeDriver:
         return voters(known) - {self._local.me}
 
     def _counted(self, view: SwarmView) -> tuple[str, ...]:
-        """Whom this peer must reckon with."""
+        """The peers that this one must reckon with."""
         return tuple(peer for peer in view.counted() if peer not in self._not_waited_for)
 
     def _look_for_strays(self, view: SwarmView) -> None:
-        """Who went on from our record with one that nobody else takes comes to no group any more:
-        it comes back when the operator's archive has another one. So it is not waited for for ever.
+        """A peer that went on from our record with one that nobody else takes comes to no group any
+        more: it comes back when the operator's archive has another one. So the wait for it ends.
         """
         found, now = self._chain.strays(view) if self.stuck else {}, self._clock.monotonic()
         self._strays = {
@@ -297,11 +297,11 @@ class ExchangeDriver:
         local, deadlines, last = self._local, self._deadlines, self._chain.last_record
         contributors = () if last is None else tuple(m.peer for m in last.members)
         recent = () if last is None else of_last_rounds(last.standings, last.round)
-        # who had just come need not be there: it may have come for that alone
+        # a peer that had just come need not be there: it may have come for that alone
         recent_voters = tuple(sorted(voters(self._credits(recent))))
         if alone or (last is None and self._waited_in_vain >= FIRST_GROUPS):
-            # anybody can say that it trains, and stay away: then who comes begins the run, and of
-            # two that begin it the operator's archive takes one
+            # anybody can say that it trains, and stay away: then a peer that comes begins the run,
+            # and of two that begin it the operator's archive takes one
             counted = (local.me,)
         known = self._credits(counted)
         plan = replace(self._plan(job), attempt=job.attempt)
@@ -378,7 +378,7 @@ class ExchangeDriver:
             logger.debug("round %d: hivemind says: %s", job.round, error)
             self._waited_in_vain += not job.nobody_came
             if self.alone.may_commit(self._clock.monotonic()) and not job.nobody_came:
-                job.nobody_came = True  # who is new may have joined another time
+                job.nobody_came = True  # a new peer may have joined another time
                 return
             self._void(job, "no group: this peer and the others did not find each other in time")
             return
@@ -435,7 +435,7 @@ class ExchangeDriver:
 
     def _void(self, job: _Job, reason: str, *, certain: bool = True) -> None:
         self.voids += 1
-        # left out, or without a group, it has not seen since who is at fault
+        # left out, or without a group, it has not seen since which peer is at fault
         if reason not in (BOTH_VOID, UNHEARD):
             self._unreliable = "", frozenset()
         if reason != GROUP_OVER:  # to which a single head that rings too early can bring it

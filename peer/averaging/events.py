@@ -57,8 +57,8 @@ class Failed(Event):
 
 
 class AnchorLease:
-    """Who has anchor, momentum and, of a send in flight, the message: the training loop, or the
-    averaging process, which moves them on to the next record or to another state.
+    """The holder of anchor, momentum and, of a send in flight, the message: the training loop, or
+    the averaging process, which moves them on to the next record or to another state.
 
     The loop offers them while it computes an inner step or waits. Once they are taken they are not
     the loop's until `Committed` or `Resynced` comes.

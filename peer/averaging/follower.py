@@ -120,8 +120,8 @@ class ChainFollower:
         )
         self._book = ClaimBook(self._trust)
         self._follows = False  # since it took part in a record, or began
-        self._asked = ""  # of whom the last records or state were
-        self._donor, self.since_state = "", 0  # who gave the last state
+        self._asked = ""  # the peer that was asked for the last records or state
+        self._donor, self.since_state = "", 0  # the peer that gave the last state
         # to this record, of a chain that is not ours yet, and until when that is believed
         self._contributors = "", frozenset[str](), 0.0
         self._slow: set[str] = set()  # donors that others may be faster than
@@ -149,8 +149,8 @@ class ChainFollower:
         return self._best(counting) is not None
 
     def strays(self, view: SwarmView) -> dict[str, bool]:
-        """Who claims more than our newest record, where nobody to be believed does, and the
-        operator's archive stands where we do; and whether it is of those who may be believed later.
+        """The peers that claim more than our newest record, where none that is believed does, and
+        the operator's archive stands where we do; and whether each may be believed later.
         """
         counting = self._counting(view).claims
         if not self._trust.witnessed(self.head.digest):
@@ -174,7 +174,7 @@ class ChainFollower:
     def tick(self, view: SwarmView, *, exchanging: bool, sent_round: int | None = None) -> None:
         """Go on with what is under way, or begin the next thing that is due.
 
-        sent_round: whose message lies in the shared buffer, while that send is undecided.
+        sent_round: the one whose message lies in the shared buffer, while that send is undecided.
         """
         if self._untaken is not None:
             event, then = self._untaken
@@ -234,7 +234,7 @@ class ChainFollower:
             self._state_needed = _StateNeeded(after_round=self.applied, saves_bytes=True)
             self._begin_state(view, self._state_needed)
             return
-        # any of those who claim it: one that is out of our reach must not keep us from the others
+        # any of those that claim it: one that is out of our reach must not keep us from the others
         holding = holders(view, stated.digest)
         peer = self._chosen(view, holding)
         asked = [peer, *self._trust.second(view.within_reach(holding), peer)]
@@ -282,7 +282,7 @@ class ChainFollower:
         return self._asked
 
     def _donors(self, view: SwarmView, needed: _StateNeeded) -> list[str]:
-        """Who may have a state; after a fork those on our own chain are of no use."""
+        """Peers that may have a state; after a fork those on our own chain are of no use."""
         forked = needed.fork_round is not None
         return [
             peer
@@ -353,7 +353,7 @@ class ChainFollower:
             # a state may be gigabytes over a line that breaks: that says nothing of the claim
             if self._state_needed is not None and isinstance(error, RecordRefused | CallRefused):
                 pause_s = self._book.lied(self._asked)
-            # one wrong state speaks against who gave it; against the claim, those of all
+            # a wrong state speaks against its donor, wrong ones from all against the claim
             if self._state_needed is None or pause_s:
                 self._doubt(error)
             self._not_before = self._clock.monotonic() + max(pause_s, PAUSE_AFTER_FAILURE_S)

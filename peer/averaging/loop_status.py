@@ -39,7 +39,7 @@ class LoopStatus:
     started_over: it gave up all that it had learnt, and has taken no inner step since.
     data_part, data_position: what it reads of the data, and where; -1 before it does.
     inner_step, inner_steps: of the round, taken and planned (H).
-    applied_round: of the last record in its anchor. in_flight: whose exchange is under way.
+    applied_round: of the last record in its anchor. in_flight: the one whose exchange runs.
     step_s: the longest inner step of the round.
     caught_up_s: that the end of a round waits until records are in the anchor, at most.
     waiting_share, round_waiting_share: waited for averages, of all its time and of its last round.

@@ -7,13 +7,14 @@ with four members on loopback, 6.7 MB in the three seconds before an exchange of
 
 - each plan has its own key, so that peers with another one are never found;
 - a group closes as soon as it has as many members as any of them expects. A member that expects
-  too many lets it wait until its time, as does one that does not know, for somebody is new
-  (driver.py), or whom the leader does not know; one that expects too few is overruled by the
-  others, and by the voters of late that are counted;
-- who asks first leads: later callers find the leader with one search and join it, and it need not
-  look for others. Only where two ask at once, or clocks differ, do leaders meet by searching. Who
-  has no vote leads nobody where another one has: it could gather all, and never begin;
-- searches have growing pauses between them and ask those alone who keep the key (dht/keepers.py),
+  too many makes it wait until its time, as does one that does not know how many, since some peer
+  is new (driver.py), or one that the leader does not know; one that expects too few is overruled
+  by the others, and by the voters of late that are counted;
+- the first peer to ask leads: later callers find the leader with one search and join it, and it
+  need not look for others. Only where two ask at once, or clocks differ, do leaders meet by
+  searching. A peer without a vote leads nobody where another one has a vote: it could gather all,
+  and never begin;
+- searches have growing pauses between them and ask only the keepers of the key (dht/keepers.py),
   and nobody takes a declaration back: its key is of this attempt alone.
 """
 
@@ -35,15 +36,16 @@ FIRST_PAUSE_S = 0.2  # between two searches
 PAUSE_GROWTH = 1.6
 LONGEST_PAUSE_S = 2.0
 EARLY_S = 60.0  # before a group's time, and more, all are equally early
-LEAD_S = 0.2  # by so much the group's time of who asks at the last moment is later
-LATER_S = 0.5  # likewise, of who gathered a group that came to nothing
-LACKING_GROUPS = 2  # that who gathered one without somebody gathers none of
-MOST_DOUBLINGS = 6  # of the groups that it gathers none of then
+LEAD_S = 0.2  # by so much later is the group's time of a peer that asks at the last moment
+LATER_S = 0.5  # by so much at least, that of a peer whose last group came to nothing
+LACKING_GROUPS = 2  # in which a peer that gathered one without somebody gathers none
+MOST_DOUBLINGS = 6  # of the number of groups in which a peer whose groups failed gathers none
 
 
 def own_time(scheduled_at: float, now: float, *, may_lead: bool = True) -> float:
-    """The group's time (run time) for who asks for it now: who asks earlier has the earlier one,
-    and hivemind lets the earliest lead. Who may not (it only dials out, or is new) joins everybody.
+    """The group's time (run time) for a peer that asks for it now: a peer that asks earlier has an
+    earlier one, and hivemind lets the earliest lead. A peer that may not lead (it only dials out,
+    or is new) joins any other.
     """
     early_s = min(max(scheduled_at - now, 0.0), EARLY_S) if may_lead else 0.0
     return scheduled_at + LEAD_S * (1.0 - early_s / EARLY_S)
@@ -84,8 +86,8 @@ def expect(matchmaking: Any, expected: int | None) -> None:
 async def as_leader(
     matchmaking: Any, follower: PeerID, told: AsyncIterator[Any]
 ) -> AsyncIterator[Any]:
-    """What hivemind's leader tells a follower. It begins once each has been told who is in the
-    group, and not once each has read it: one may read nothing.
+    """What hivemind's leader tells a follower. It begins once each has been told the members of
+    the group, and not once each has read them: one may read nothing.
     """
     async for message in told:
         if message.ordered_peer_ids:  # of the group
@@ -95,9 +97,9 @@ async def as_leader(
 
 
 def _note_leaders(matchmaking: Any, keys: PlanKeys) -> None:
-    """Let the keys know who gathers this peer's groups."""
+    """Let the keys know which peer gathers this one's groups."""
     follow, lead = matchmaking._request_join_group, matchmaking.leader_assemble_group
-    asking = set[PeerID]()  # this one, and before it who sent this peer on to it
+    asking = set[PeerID]()  # this leader, and before it those that sent this peer on to it
 
     class Accepted(asyncio.Event):
         def set(self) -> None:
@@ -122,15 +124,15 @@ def _note_leaders(matchmaking: Any, keys: PlanKeys) -> None:
 
 
 class PlanKeys(GroupKeyManager):
-    """Who looks for the group of a plan, of one after the other, in the DHT.
+    """Looks for the group of a plan in the DHT, of one plan after the other.
 
-    Who gathered a group that came to nothing, whoever's fault that was, is later than all others in
-    the next 2, 4, 8, ... groups: it may have told each member something else. So is who let this
-    peer in before and is not in that group: it may have held this peer until it was late, or sent
-    it on to anybody. Who gathered one without somebody of the last record's is so in the next two
-    groups, for it may not have let that in. At most half of those that may lead are later, those of
-    them that failed most often: so that one always leads. To who thinks otherwise of itself they
-    come once their group's time is over.
+    A peer that gathered a group that came to nothing, no matter through whose fault, is later than
+    all others in the next 2, 4, 8, ... groups: it may have told each member something else. So is a
+    peer that let this one in before and is not in that group: it may have held this peer until it
+    was late, or sent it on to anybody. A peer that gathered a group without some member of the last
+    record is later in the next two groups, for it may not have let that member in. At most half of
+    those that may lead are later, those that failed most often: so one always leads. The others
+    join a leader that does not count itself as later once their group's time is over.
 
     Attributes:
         may_lead: whether to join the groups that a peer gathers.
@@ -144,11 +146,11 @@ class PlanKeys(GroupKeyManager):
         self._pause_s = 0.0
         self.may_lead: Callable[[str], bool] = lambda peer: False
         self._scheduled_at = 0.0
-        self._leader = ""  # who gathered the group, or was the last that let this peer in
-        self._before = set[str]()  # who else did
+        self._leader = ""  # the peer that gathered the group, or was the last to let this one in
+        self._before = set[str]()  # the others that did
         self._groups = 0  # that were looked for
         self._failed = Counter[str]()
-        self._later = dict[str, int]()  # who failed, up to which group
+        self._later = dict[str, int]()  # peers that failed, and up to which group they are later
         self._most_later = 0
 
     def aim(
@@ -169,7 +171,7 @@ class PlanKeys(GroupKeyManager):
         self._leader = peer
 
     def stands(self, members: Collection[str]) -> None:
-        """The group is there: who of it let this peer in before follows the same leader."""
+        """The group is there: its members that let this peer in before follow the same leader."""
         self._before -= set(members)
 
     def excuse(self) -> None:

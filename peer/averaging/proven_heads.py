@@ -4,8 +4,8 @@ coordinator.py: a rule of its own over records.
 
 A head is in the records of stage 0 alone, which peers of other stages do not keep. But those that
 train with it are in theirs, and say in the DHT, signed, whose replica they are in. Keys that never
-trained anything have nobody of whom the chain says that, however many they are; who is new has
-after a few rounds. Until anybody has, everybody counts.
+trained anything have no such members in the chain, however many they are; a new head has some after
+a few rounds. Until any head has, all count.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROVEN_ROUNDS = 3  # a spare may bring what it learnt before into the first one 
 
 
 def anybody_known(newest: RoundRecord | None) -> bool:
-    """Whether new keys count less after this record: after one who is in none counts as well."""
+    """Whether new keys count less after this record: after a single one they count as others do."""
     standings = () if newest is None else newest.standings
     return any(each.credited >= KNOWN_RECORDS for each in standings)
 

@@ -90,8 +90,8 @@ class PeerService(StageServicer):
 
     @cached_property
     def requests(self) -> RequestLimit:
-        """Of all but `rpc_get`: who walks a chain asks for one header after the other, as fast as
-        they come, each a read of the disk; what is long has its places.
+        """Of all but `rpc_get`: a peer that walks a chain asks for one header after the other, as
+        fast as they come, each a read of the disk; what is long has its places.
         """
         return RequestLimit()
 
@@ -220,7 +220,7 @@ class PeerService(StageServicer):
         votes = [] if attempt is None else attempt.ballots.all_bytes()
         if own is not None and own not in votes:  # cast before this peer was restarted
             votes.append(own)
-        # who asks takes no larger answer; votes for a record are short, and they decide the most
+        # the caller takes no larger answer; votes for a record are short, and they decide the most
         votes.sort(key=len)
         ends = accumulate(len(vote) + VOTE_MARGIN_BYTES for vote in votes)
         fitting = sum(end <= MAX_METADATA_BYTES - VOTE_MARGIN_BYTES for end in ends)
@@ -250,7 +250,7 @@ class PeerService(StageServicer):
         self, request: runtime_pb2.ExpertRequest, context: P2PContext
     ) -> AsyncIterator[runtime_pb2.ExpertResponse]:
         """Serve an averaged part, a record, a certificate or the newest state, in chunks; what is
-        long only to those who are admitted to the run.
+        long only to peers that are admitted to the run.
         """
         peer = str(context.remote_id)
 
@@ -289,7 +289,7 @@ class PeerService(StageServicer):
         )
 
     async def find(self, want: dict[str, Any]) -> Source | None:
-        """What somebody who may have it asks for; None if it is not here."""
+        """What a caller that may have it asks for; None if it is not here."""
         match want["what"]:
             case "mean":
                 attempt = self.attempts.get(want["group"])
@@ -333,8 +333,8 @@ class PeerService(StageServicer):
             raise
 
     def check_requests(self, context: P2PContext) -> None:
-        """Raise CallRefused for who is not admitted to the run, and for one request of a peer too
-        many, which is counted.
+        """Raise CallRefused for a peer that is not admitted to the run, and for one request of a
+        peer too many, which is counted.
         """
         peer = str(context.remote_id)
         with self.counting_refusals():

@@ -13,8 +13,8 @@ On disk a generation has all that a joiner needs, in a folder, complete once its
     log/             the record that the state stands on and those after it, with certificates
 
 `OlderRecords` are those from before the current generation, for the history. Nobody needs them to
-go on: they are given only to those who ask for `older` ones, to list a run from its first round, or
-to replay it. Oldest first they make room for newer ones.
+go on: they are given only to peers that ask for `older` ones, to list a run from its first round,
+or to replay it. The oldest go first, to make room for newer ones.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ logger = logging.getLogger(__name__)
 class Generation:
     """One generation; only its log grows.
 
-    state_round: of the record that the state stands on, -1 without a state. donor: who gave the
-    state, empty after a restart. proven: whether two records have shown the state to be right.
+    state_round: of the record that the state stands on, -1 without a state. donor: the peer that
+    gave it, empty after a restart. proven: whether two records have shown the state to be right.
     """
 
     def __init__(self, folder: Path, check: RecordCheck, *, donor: str = ""):
@@ -98,8 +98,8 @@ class Generation:
     ) -> Generation:
         """A new one from a checked state, whose file is moved into it, or from the initial weights.
 
-        state: the file, and record and certificate that it stands on. before: who has the records
-        after that. Raises EnvironmentFault if the disk is full.
+        state: the file, and record and certificate that it stands on. before: the one that has the
+        records after that. Raises EnvironmentFault if the disk is full.
         """
         final = folder / f"{number:08d}"
         with made_whole(final) as partial:
@@ -382,7 +382,7 @@ class StageArchive:
     async def _follow(self, view: SwarmView) -> None:
         ahead = self._book.ahead(view, self._current.head, self._other_chain())
         if self._trust.is_witness and self._current.head.round < 0:
-            random.shuffle(ahead)  # nobody is known yet: who claims the most may have nothing
+            random.shuffle(ahead)  # none is known yet: the peer that claims most may have nothing
         for claim in ahead[:TRIED_AT_ONCE]:
             peer = self._book.chosen(holders(view, claim.digest))
             before = self._current.head.round

@@ -2,7 +2,7 @@
 when all peers of a stage leave. Apart from the command, which runs other things too.
 
 It follows what peers claim (archive.py: what happens to one stage, without a thread or a network of
-its own; together the two are over 650 lines), gives what it has to whoever asks by the call that
+its own; together the two are over 650 lines), gives what it has to any caller by the call that
 peers answer too, and claims it, so that joiners find it. It is no peer of any stage: it says
 nothing else of itself, and neither averages nor votes.
 

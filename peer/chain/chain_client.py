@@ -1,9 +1,9 @@
-"""`ChainClient`: takes a stage's chain from those who hold it, headers, records and states.
+"""`ChainClient`: takes a stage's chain from its holders: headers, records and states.
 
 A chain is walked back from the digest that somebody claims, by its headers, each a few kB. Nobody
 vouches for a header: what it says of its record counts once the record is here, too, and has the
 digest that it was asked for by. A bootstrap's archive keeps more of the chain than peers do, and
-gives that to those who ask for `older` records.
+gives that to callers that ask for `older` records.
 
 Records: where the headers meet our own chain (`catch_up`), the records after it are appended, the
 oldest first, each with its certificate. State: anchor and outer momentum as of a peer's last
@@ -12,7 +12,7 @@ to the disk chunk by chunk, each checked as it comes, so it can go on after a br
 that has the same one.
 
 No record names that digest: the first one after a state names the sha256 of the anchor alone, which
-a peer compares before it applies that record. Who keeps a state for others has it proved by two
+a peer compares before it applies that record. A keeper of a state for others has it proved by two
 records (replay.py: `anchors_around`).
 """
 
@@ -210,7 +210,7 @@ class Limits:
 
 
 class ChainClient(HeaderClient):
-    """The chain of one stage, from those who hold it; what it gives has passed all checks."""
+    """The chain of one stage, from its holders; what it gives has passed all checks."""
 
     def __init__(
         self,
@@ -432,8 +432,8 @@ class ChainClient(HeaderClient):
 
         The digests of its chunks come first, then the chunks, from the peer that offered it. Where
         that breaks off, or sends a chunk that is not what its digest says, the other holders are
-        asked for the rest: who has the state of the same round has the same bytes. Only what is
-        right is written.
+        asked for the rest: any holder of the state of the same round has the same bytes. Only what
+        is right is written.
 
         hurry: give a peer up with which it would take over an hour, as others may be faster.
 
@@ -442,7 +442,7 @@ class ChainClient(HeaderClient):
             ConnectionError: the last peer asked is gone, has another state by now, or sent a chunk
                 that is not its own.
             CallRefused: the file is no state of this stage; then nothing is left of it.
-            EnvironmentFault: no space on the disk; likewise.
+            EnvironmentFault: no space on the disk; then nothing is left of it, either.
         """
         path = folder / f"{offer.sha256}.state"
         try:
@@ -572,11 +572,11 @@ class ChainClient(HeaderClient):
         return ""
 
     async def contributors(self, digest: str, teller: str) -> frozenset[str]:
-        """Whose values are in a record, as the teller says; nobody's where it does not answer.
+        """The peers whose values are in a record, as the teller says; none if it does not answer.
 
         No record names the anchor that it makes, only the one that it applies to. So nobody can
-        check the newest state, and anybody can claim a record that others made: who has no chain
-        asks those for a state, and bootstraps.
+        check the newest state, and anybody can claim a record that others made: a peer without a
+        chain asks its contributors, and bootstraps, for a state.
         """
         asking = copy(self)
         asking.holders, asking._older = [teller], True
@@ -591,7 +591,7 @@ class ChainClient(HeaderClient):
         Raises:
             NoState: it is newer than that.
             CallRefused: it is on another chain.
-            ConnectionError: who is asked for the headers between the two does not give them.
+            ConnectionError: the peers asked for the headers between the two do not give them.
         """
         if offer.digest == end.digest:
             return

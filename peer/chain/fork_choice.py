@@ -1,7 +1,7 @@
-"""Which claims of a chain are believed, whom to ask, who lied, and which of two chains wins.
+"""Which claims of a chain count, which peers to ask, which ones lied, and which of two chains wins.
 
 Anybody may claim anything, and anybody can make records that members of its own invention voted
-for. So a claim counts only where somebody stands behind it who has something to do with the run
+for. So a claim counts only if peers that have something to do with the run stand behind it
 (`Trust`): its *witness*, the archive of the operator's bootstrap, or most of those whose values are
 in our own chain. What counts is asked for, the most tokens first (`ClaimBook`). A claim whose
 record nobody gives for a record lifetime is presumed void: its commit may have failed, and that of
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
     from dilocox.peer.chain.chain_client import Reached
     from dilocox.peer.chain.store import RoundLog, Tip
 
-BUSY_LIFETIMES = 10  # of a record: so long nobody is busy who has what it claims
+BUSY_LIFETIMES = 10  # of a record: no peer that has what it claims is busy for so long
 MAX_NOTED = 1000  # digests or peers
 CREDIT_ROUNDS = 10  # whose contributors stand behind what comes next
 SETTLED_RECORDS = 3  # that the witness vouched for: a fork further back is nobody's to choose
-LEAST_CREDIT = 3  # of those who go on where all others are stuck
+LEAST_CREDIT = 3  # of the peers that go on where all others are stuck
 STUCK_LIFETIMES = 2  # of records, after which any credit will do
 STAND_IN_WEIGHT, WITNESS_WEIGHT = 1 << 20, 1 << 30  # of a bootstrap's word; a peer's is its credit
-BUSY_IN_A_ROW = 3  # answers, after which those who are known are asked
-AGAIN = 0.5  # of the times somebody known is asked who gave nothing, where nobody else is known
+BUSY_IN_A_ROW = 3  # answers, after which known peers are asked
+AGAIN = 0.5  # of the times a known peer that gave nothing is asked, where no other is known
 
 
 class Credit:
-    """Who made a chain: in how many of its last records each peer's values are, of those who voted
-    for it, and whose were so in the very last one, and in the last rounds.
+    """The makers of a chain: in how many of its last records each peer had values and a vote, and
+    which peers had both in the very last one, and in the last rounds.
     """
 
     def __init__(self, bootstraps: Collection[str]):
@@ -80,28 +80,29 @@ class Trust:
 
     witness: peer id of the operator's bootstrap, which the run id was made of. Its archive checked
     what it claims record by record, and each record names the one before: so its one signed claim
-    vouches for the whole chain behind it. Where it is silent, behind, or no claim of it fits, those
-    do whose values are in the last ten records of our chain: a record that more than half of them
-    claim, each counted once for every record that it had a vote in. So does what more than half of
-    those claim whose values are in the very last one: they may make the next without the rest
-    (`may_start` in rounds/vote_count.py), and who does not follow them can make none while it sees
-    them; but no fewer than half of those in the last three rounds, whom that may have left out.
-    Nobody else counts. Whoever has no chain yet takes what the witness vouches for; while
-    that is silent, what `stand_ins` do: the bootstraps of its own invite. Empty: nobody is the
-    witness, as in a swarm without operator, and every claim counts.
+    vouches for the whole chain behind it. Where it is silent, behind, or no claim of it fits, the
+    peers whose values are in the last ten records of our chain vouch: a record counts that more
+    than half of them claim, each counted once for every record that it had a vote in. So does one
+    that more than half of those in the very last record claim: they may make the next without the
+    rest (`may_start` in rounds/vote_count.py), and a peer that does not follow them can make none
+    while it sees them. But half of those in the last three rounds must claim it, too, as the last
+    record may have left some of them out. Nobody else counts. A peer without a chain takes what the
+    witness vouches for; while that is silent, what `stand_ins` do: the bootstraps of its invite.
+    Empty: nobody is the witness, as in a swarm without operator, and every claim counts.
 
     The witness itself believes what half of them claim, so that of two peers one can go on alone.
-    Who has been silent for a record lifetime does not count there any more; with nobody left, and
-    before the first record, the first sound record is believed. It never leaves a chain that it
+    It no longer counts a peer that has been silent for a record lifetime; with none left, and
+    before the first record, it believes the first sound record. It never leaves a chain that it
     vouched for.
 
-    Who has been idle for a record lifetime, as a spare that no head takes, is in no exchange and
-    claims no new record before others vouch for it. So it does not count beside those who are not;
-    the witness would wait for it, and it for the witness. Nor does there who is *stuck*: its rounds
-    end void, and it claims nothing that the witness lacks. Others went on while it was away and the
-    witness down: where its values were in most of the ten records, each would wait for the other.
-    Those who go on must have made some of the ten, `LEAST_CREDIT` in all, or any after
-    `STUCK_LIFETIMES`: where few came and went, they were in no more of them.
+    A peer that has been idle for a record lifetime, as a spare that no head takes, is in no
+    exchange and claims no new record before others vouch for it. So it does not count beside peers
+    that are not idle: the witness would wait for it, and it for the witness. Nor does the witness
+    count a *stuck* peer: its rounds end void, and it claims nothing that the witness lacks. Others
+    went on while it was away and the witness down: where its values were in most of the ten
+    records, each would wait for the other. Those that go on must have made some of the ten,
+    `LEAST_CREDIT` in all, or any after `STUCK_LIFETIMES`: where few came and went, they were in no
+    more of them.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class Trust:
         believed = {digest for digest, count in behind.items() if count and 2 * count >= least}
         going_on = {digest for digest, count in of_last.items() if 2 * count > len(last)}
         believed |= {digest for digest in going_on if 2 * of_recent[digest] >= len(recent)}
-        believed.add(head.digest)  # ours: those who have it, too, may give its state
+        believed.add(head.digest)  # ours: others that have it may give its state
         vouching = {peer: credit[peer] + (peer in last) for peer in view.claims}
         if told is not None and not is_witness:
             believed.add(told.digest)
@@ -183,12 +184,12 @@ class Trust:
         return replace(view, claims=counting)
 
     def chosen(self, peers: Sequence[str], helpful: Collection[str], *, first: bool) -> str:
-        """Whom to ask for something of the chain, of those who claim that they have it.
+        """The peer to ask for something of the chain, of those that claim to have it.
 
-        Keys cost nothing, so most of those may be one's who gives nothing. helpful: who did not
-        give nothing before. first: whether nobody did, of whom this peer has asked. Then, where it
-        has no chain yet, anybody will do, or all who join would ask the bootstraps; else it asks
-        those whose values are in its last records, and the bootstraps.
+        Keys cost nothing, so most of those may belong to one stranger that gives nothing. helpful:
+        those that were not asked in vain. first: whether this peer asked none in vain so far. Then,
+        where it has no chain yet, any will do, or all joiners would ask the bootstraps; else it
+        asks those whose values are in its last records, and the bootstraps.
         """
         pool = [peer for peer in peers if peer in helpful]
         known = list(filter(self.knows, pool))
@@ -200,7 +201,7 @@ class Trust:
 
     @property
     def has_chain(self) -> bool:
-        """Whether there are records of ours that say who counts."""
+        """Whether there are records of ours that say which peers count."""
         return bool(self._credit.records)
 
     def knows(self, peer: str) -> bool:
@@ -208,14 +209,14 @@ class Trust:
         return self._credit.knows(peer)
 
     def teller(self, telling: list[str]) -> str:
-        """Whom to ask what leads to a record, of those who claim it."""
+        """The peer to ask what leads to a record, of those that claim it."""
         trusted = (self._witness, *sorted(self._stand_ins))
         known = list(filter(self.knows, telling))
         return next((peer for peer in trusted if peer in telling), random.choice(known or telling))
 
     def second(self, peers: Sequence[str], first: str) -> list[str]:
-        """Of those who claim a record the one to ask as well, where headers of the first say that
-        it does not lead to our chain; nobody where that is the witness, or no other one is known.
+        """The peer to ask as well, of those that claim a record, where headers of the first say
+        that it does not lead to our chain; none where that is the witness, or no other is known.
         """
         known = [peer for peer in peers if peer != first and self.knows(peer)]
         if self._witness in known:
@@ -257,13 +258,13 @@ class Trust:
         """Whether the state behind this claim may take the place of our chain, where no records
         lead from that to it.
 
-        Of a witness, whose chain nobody is to end by saying that it has no older records: with half
-        of all whose values are in its last ones.
+        A witness lets it only if half of all whose values are in its last records claim it: nobody
+        is to end its chain by saying that it has no older records.
         """
         return not self.is_witness or not self.has_chain or digest in self._backed
 
     def _idle(self, view: SwarmView, peers: Collection[str]) -> set[str]:
-        """Those of them who claim that they are, and have for a record lifetime."""
+        """Those of them that claim to be idle, and have for a record lifetime."""
         now, claims = self.now(), view.claims
         self._at_work = {
             peer: self._at_work.get(peer, now) if peer in claims and claims[peer].idle else now
@@ -272,7 +273,7 @@ class Trust:
         return {peer for peer, at in self._at_work.items() if now - at > self.record_lifetime_s}
 
     def _going_on(self, credit: Counter[str], view: SwarmView, head: Tip) -> Counter[str]:
-        """The credit of those who are not stuck on our chain; of all where they made too little."""
+        """The credit of peers not stuck on our chain; of all where these made too little."""
         stuck = {
             peer
             for peer in credit.keys() & view.claims.keys()
@@ -299,7 +300,7 @@ class Trust:
 
 
 class ClaimBook:
-    """What is known of the claims for one stage's chain, and of those who make them."""
+    """What is known of the claims for one stage's chain, and of the peers that make them."""
 
     def __init__(self, trust: Trust):
         self._trust = trust
@@ -307,7 +308,7 @@ class ClaimBook:
         self._failing: dict[tuple[str, bool], float] = {}
         self._ignored: set[str] = set()
         self._liars: set[str] = set()
-        self._in_vain: set[str] = set()  # who was asked, and gave nothing
+        self._in_vain: set[str] = set()  # peers that were asked, and gave nothing
         self._busy = 0  # answers in a row
 
     # ---- claims ----------------------------------------------------------------------------------
@@ -339,7 +340,7 @@ class ClaimBook:
         return claim.digest not in self._ignored
 
     def came(self, digest: str) -> None:
-        """Records came from those who claim this: nobody is doubted, even if some are missing."""
+        """Records came from peers that claim this: none is doubted, even if some are missing."""
         for busy in (False, True):
             self._failing.pop((digest, busy), None)
 
@@ -371,10 +372,10 @@ class ClaimBook:
         _note(self._ignored, digest)
         self.came(digest)
 
-    # ---- those who hold records and states ------------------------------------------------------
+    # ---- the holders of records and states ------------------------------------------------------
     def asked_in_vain(self, peer: str, error: Exception) -> None:
-        """It gave nothing of what it claims. One that is busy may later; but of those whom nobody
-        knows one after the other may say so for ever.
+        """It gave nothing of what it claims. A busy peer may do so later; but strangers could say
+        that they are busy, one after the other, for ever.
         """
         busy = isinstance(error, PeerBusy)
         self._busy += busy
@@ -386,7 +387,7 @@ class ClaimBook:
         self._busy = 0
 
     def chosen(self, peers: Sequence[str]) -> str:
-        """Whom to ask of those who claim what is wanted: see `Trust.chosen`."""
+        """The peer to ask, of those that claim what is wanted: see `Trust.chosen`."""
         helpful = set(peers) - self._in_vain
         return self._trust.chosen(peers, helpful, first=not self._in_vain)
 
@@ -404,7 +405,7 @@ class ClaimBook:
 
 
 def _backed(view: SwarmView, credit: Counter[str]) -> set[str]:
-    """The digests that half of these claim, who may be away, idle or stuck."""
+    """The digests that half of these claim, counting those that are away, idle or stuck."""
     behind = Counter[str]()
     for peer, claim in view.claims.items():
         behind[claim.digest] += credit[peer]
@@ -412,12 +413,12 @@ def _backed(view: SwarmView, credit: Counter[str]) -> set[str]:
 
 
 def _counting(header: RoundRecord) -> set[str]:
-    """Those whose values are in a record, of those who voted for it: not who had just come."""
+    """The voters of a record whose values are in it: not peers that had just come."""
     return {each.peer for each in header.contributions} & header.voters
 
 
 def holders(view: SwarmView, digest: str) -> list[str]:
-    """Those who claim this record: one that is out of reach must not hide the others."""
+    """The peers that claim this record: one that is out of reach must not hide the others."""
     return [
         peer for peer, claim in view.claims.items() if peer != view.me and claim.digest == digest
     ]
@@ -427,7 +428,7 @@ def _stated(
     view: SwarmView, head: Tip, vouching: Mapping[str, int]
 ) -> dict[str, tuple[int, int, int]]:
     """What counts of each record that is claimed: its round, the chain's tokens, its bytes. As most
-    of those say who vouch for it, and of ours as it is: anybody may claim a record that others
+    of its vouchers state them, and as they are for ours: anybody may claim a record that others
     vouch for, with other numbers.
     """
     said = Counter[tuple[str, tuple[int, int, int]]]()

@@ -26,7 +26,7 @@ from dilocox.peer.rounds.record import RecordRefused, digest_of, parse_header
 
 logger = logging.getLogger(__name__)
 
-WHOLE_BYTES = 4 << 20  # records up to this size are fetched whole from those who are not trusted
+WHOLE_BYTES = 4 << 20  # records up to this size are fetched whole from peers that are not trusted
 NONSENSE = (ArithmeticError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 """What parsing bytes may raise that anybody sent."""
 
@@ -44,10 +44,10 @@ class _Enough(ConnectionError):
 
 
 class HeaderClient:
-    """The headers of one stage's chain, from those who hold it. It needs no code of models.
+    """The headers of one stage's chain, from its holders. It needs no code of models.
 
-    Whoever gave something is asked first from then on: it has the rest of the chain, too, as far as
-    it can.
+    A holder that gave something is asked first from then on: it has the rest of the chain, too, as
+    far as it can.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class HeaderClient:
         deadline: float = math.inf,
         now: Callable[[], float] = time.monotonic,
     ):
-        """holders: who is asked, the best first. trusted: whether a peer's header will do; from
+        """holders: peers to ask, the best first. trusted: whether a peer's header will do; from
         others a record of moderate size is fetched whole, as only its digest proves what it told.
         older: ask for what an archive keeps besides the newest records. header_limit_s: of one
-        header. deadline: of all waits, by `now`; whoever sets it offers the user --timeout.
+        header. deadline: of all waits, by `now`; a command that sets it offers the user --timeout.
         """
         self.holders = list(holders)
         self._client = client
@@ -153,7 +153,7 @@ class HeaderClient:
                 raise CallRefused("more than its header says")
 
         want = {"what": "record", "digest": digest, "older": self._older, "header": trusted}
-        limit = self._client.record_bytes  # who does not know "header" sends the whole record
+        limit = self._client.record_bytes  # a peer that does not know "header" sends all
         try:
             if await self._client.fetch(peer, want, limit_bytes=limit, sink=take) is None:
                 return None

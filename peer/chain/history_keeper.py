@@ -55,7 +55,7 @@ class HistoryKeeper:
     validation losses, is added to their rows; what a row says stays. `look` belongs to the
     bootstrap's thread, `take` and `credit` to the archive's.
 
-    parameters: of the stages that are kept, set by who keeps them.
+    parameters: of the stages that are kept, set by their keeper.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class HistoryKeeper:
             self._fill()
 
     def credit(self, stage: int, since: Since) -> None:
-        """Take in who is in a stage's new records; at a start those are the newest ones."""
+        """Take in the members of a stage's new records; at a start those are the newest ones."""
         known = self._credited.get(stage)
         for each in since([known], BACKLOG) if known else since([], MAX_HEARD):
             self._credited[stage] = each.digest

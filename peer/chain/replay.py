@@ -1,17 +1,17 @@
 """Replays a stage's chain: every record is checked, and the anchor that follows from them is made.
 
-An anchor is a pure function of the chain, and so is the plan that each record names. So whoever has
-the manifest and the records can tell whether a model is what it is said to be: begin at the initial
-weights, or at a state that somebody kept, apply every record, and compare.
+An anchor is a pure function of the chain, and so is the plan that each record names. So the
+manifest and the records are enough to tell whether a model is what it is said to be: begin at the
+initial weights, or at a state that somebody kept, apply every record, and compare.
 
 A flaw does not end a replay, but what it leaves unknown is not guessed: after it the records are
 only checked, until a state tells the anchor again.
 
-`anchors_around` replays one record on a state's file, a piece at a time. Who keeps states of many
-stages for others has no room for their vectors: it moves a state on by its records (archive.py),
-and has it proved by two. The first record after a state names the sha256 of the anchor before it,
-and its outer step must lead to the anchor that the second one names, which it does from the right
-momentum only.
+`anchors_around` replays one record on a state's file, a piece at a time. An archive, which keeps
+states of many stages, has no room for their vectors: it moves a state on by its records
+(archive.py), and has it proved by two. The first record after a state names the sha256 of the
+anchor before it, and its outer step must lead to the anchor that the second one names, which it
+does from the right momentum only.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The return of a run to an earlier round: how it is prepared, and what it does to those who kept
-more.
+"""The return of a run to an earlier round: how it is prepared, and what it does to peers and
+archives that kept more.
 
 `prepare_rollback` works beside the operator's running bootstrap. Every stage's records are
 replayed, from the initial weights or a state that the archive keeps, up to the last one that is to
@@ -8,8 +8,8 @@ revision. Nothing of this changes the run before that is published.
 
 Once it is published (`peer_goes_back`, `archive_goes_back`), the chain of a stage goes on from its
 last record of that round or an earlier one; the records after it, under the rules before, do not
-count any more (`Manifest.rolled_back`). Whoever kept them puts them aside, in a folder
-`before-RULES`, and removes nothing. A peer begins with what is left of its log if that reaches back
+count any more (`Manifest.rolled_back`). Their keepers put them aside, in a folder
+`before-RULES`, and remove nothing. A peer begins with what is left of its log if that reaches back
 to the initial weights; else, like any joiner, with a state: the operator's command made it by
 replaying the archive, and the operator's bootstrap gives it.
 """
@@ -85,7 +85,7 @@ def archive_goes_back(folder: Path, manifest: Manifest) -> None:
         for log in map(Store, logs):
             older.share(log, [entry.round for entry in log.counting(manifest)])
         _mark(folder, since)
-    # after the mark: who is killed in between finds it here, and puts nothing aside twice
+    # after the mark: an archive killed in between finds it here, and puts nothing aside twice
     with contextlib.suppress(FileNotFoundError):
         prepared(folder, since).rename(folder / f"{_next_generation(folder):08d}")
 
@@ -93,8 +93,8 @@ def archive_goes_back(folder: Path, manifest: Manifest) -> None:
 def newest_aside(own: Path) -> int:
     """The newest round of a peer's records that rollbacks have put aside, -1 without one.
 
-    Rounds go on after it: no number may come twice, or who counts by them (a monitor, a log) takes
-    the new rounds for the old ones.
+    Rounds go on after it: no number may come twice, or a program that counts by them (a monitor, a
+    log) takes the new rounds for the old ones.
     """
     logs = own.glob(f"{ASIDE}*/log")
     return max((number for log in logs for number in Store(log).rounds()), default=-1)

@@ -1,15 +1,15 @@
 """The history of a run's rounds: when each was committed, after how many tokens, with what loss.
 
-Records say who gave what, but neither when nor how well the model did. Every bootstrap keeps that
-beside its archive in `history.jsonl`: for each round a line, a JSON array in the order of
-`HistoryRow`, appended when the round is seen to come and once more when its losses are known; of
+Records say which peer gave what, but neither when it did nor how well the model did. Each bootstrap
+keeps that beside its archive in `history.jsonl`: for each round a line, a JSON array in the order
+of `HistoryRow`, appended when the round is seen to come and once more when its losses are known; of
 several lines of one round the last counts. A line that a crash cut is dropped at the next start. A
 rollback removes nothing: a row names the rules it was made under, and the manifest says which of
 them count. Between them are lines of `NamedPeer`: what members of records stated of themselves
 last, under their signature, so that contributions have names when nobody is there any more. And of
 `ModelSample`: what the model wrote, if the operator wants it asked (model_samples.py).
 
-Whoever asks a bootstrap gets pages of it, each signed with the key behind its peer id, so that a
+A bootstrap gives pages of it to any caller, each signed with the key behind its peer id, so that a
 page can be shown to others, too. What bootstraps say is merged (`merge`): the witness, the
 operator's, is believed; the others fill in what it has not seen. None of it has any say in which
 chain wins.
@@ -164,7 +164,7 @@ class RoundHistory:
         self._manifest = manifest
         self._lock = threading.RLock()
         self._rows: dict[tuple[int, int], HistoryRow] = {}  # by rules and round
-        self._named: dict[str, NamedPeer] = {}  # by peer, at the end who is in the newest records
+        self._named: dict[str, NamedPeer] = {}  # by peer, at the end those in the newest records
         self._samples: dict[int, ModelSample] = {}  # by round
         self._counting: list[HistoryRow] | None = None
         self._lines = 0  # in the file
@@ -364,9 +364,9 @@ async def ask_history(
 ) -> ToldHistory:
     """What bootstraps have after a round, merged; the witness is asked, and believed, first.
 
-    Empty where none answers or all are of an older version; names come with those who ask from
-    FIRST on. client: with stage 0's namespace.
-    silent: who gave none before, for those who ask again and again: only news of that is said.
+    Empty where none answers or all are of an older version; names come with pages that are asked
+    for from FIRST on. client: with stage 0's namespace.
+    silent: those that gave none before, for repeated calls: only news of that is said.
     witness: the operator's, which alone asks the model; samples of others are none.
     """
     found, all_told = dict[int, HistoryRow](), ToldHistory([], {})

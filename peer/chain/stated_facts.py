@@ -18,7 +18,7 @@ MAX_NUMBER = 1e12  # tokens a second, or seconds, that a peer may state
 MAX_LOSS = 1e4  # nats a token
 MAX_HEARD = 64  # rounds whose losses are remembered until they are committed
 ROUNDS_AHEAD = 8  # of most replicas one may be
-NEAR = 1.0  # nats a token from the middle one: whoever states a loss further off widens no range
+NEAR = 1.0  # nats a token from the middle one: a loss further off widens no range
 LIVE_ROUNDS = 3  # that are found together are taken as they come
 LIVE_S = 60.0  # or as many as there are, where the ones before were found no longer ago than that
 

@@ -2,10 +2,9 @@
 
 A `Store` is a folder with two kinds of file: `<round>-<digest>.record` (rounds/record.py) and
 `<round>.certificate` (the signed votes that committed it, written first, so that a record on disk
-always has one). Here nobody checks what a record says: who appends does (`RoundLog`), or who
-replays (replay.py). It is checked against the digest in its name when it is read; where only its
-header matters, only that is read, so a peer looks over all its files when it starts
-(`drop_damaged`).
+always has one). Nothing here checks what a record says: appending does (`RoundLog`), or replaying
+(replay.py). It is checked against the digest in its name when it is read; where only its header
+matters, only that is read, so a peer looks over all its files when it starts (`drop_damaged`).
 
 `RoundLog` is the store of a peer, with the newest records of its stage's chain. Beside them lies
 `<round>-<attempt>.vote`: this peer's own vote, on disk before it leaves, so that a restarted peer
@@ -15,7 +14,7 @@ cannot vote twice. A record is checked when it is added.
 A peer keeps the newest records and one state (`RUN-stage0/log`, `.../snapshots`), a bootstrap more
 of both, for every stage (`RUN-archive-DIGEST/stage0/older`, `.../00000003/log`, `.../state`; and
 `.../initial` where the run starts from a checkpoint).
-Whoever reads them here needs no lock: the owner may be running.
+A reader needs no lock here: the owner may be running.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ from dilocox.peer.state_folder import MANIFEST_FILE
 logger = logging.getLogger(__name__)
 
 HEADER_BYTES = MAX_HEADER_BYTES + 8
-RECORDS_NEEDED = 4  # whoever takes our state needs the record it stands on, and those since
+RECORDS_NEEDED = 4  # a peer that takes our state needs the record it stands on, and those since
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,7 +86,7 @@ def tokens_by_peer(rounds: Iterable[ChainRound]) -> Counter[str]:
 
 def token_seconds_by_peer(rounds: Iterable[ChainRound]) -> Counter[str]:
     """How long each peer was in these rounds of one stage: seconds times the tokens of an inner
-    step. Who knows when rounds ended would count the time between two of them here.
+    step. With the times at which rounds ended this would be the time between two of them.
     """
     spent = Counter[str]()
     for each in rounds:
@@ -103,7 +103,7 @@ Stated = tuple[str, str, float | None]
 def contributions(
     sums: Mapping[int, Sums], tokens_per_step: int, stated: Mapping[str, Stated]
 ) -> list[dict[str, Any]]:
-    """Who gave how much to these stages together, the most first: rows of values for JSON."""
+    """What each peer gave to these stages together, the most first: rows of values for JSON."""
     tokens, spent = Counter[str](), Counter[str]()
     for given, took in sums.values():
         tokens.update(given)
@@ -124,7 +124,7 @@ def contributions(
 
 
 def grouped(rows: Sequence[Mapping[str, Any]], by: Literal["name", "team"]) -> list[dict[str, Any]]:
-    """The rows of peers that state the same name or team together; who states none is in none."""
+    """The rows of peers that state the same name or team together; without peers that state none"""
     sums: dict[str, dict[str, Any]] = {}
     for row in (row for row in rows if row[by]):
         group = sums.setdefault(row[by], {by: row[by], "peers": 0})

@@ -1,11 +1,11 @@
-"""How much is served at once to those who are behind: records and states.
+"""How much is served at once to peers that are behind: records and states.
 
 Each upload holds an open file and a chunk of memory, so only so many run at once, and few of one
 peer. Nobody can keep the others out. Where all places are taken, an upload that is taken too slowly
 ends for the next one. A peer that has none also gets the place of one of a peer that has most, or
 of one that has had its turn, which goes on elsewhere; of several the slowest ends. Keys cost
-nothing: so who made the chain's last records gets, before that, the place of somebody who did not,
-where those have more than half.
+nothing: so a peer that made the chain's last records gets, before that, the place of a peer that
+did not, where such peers have more than half.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Source:
 def find_in_log(log: Store, what: str, digest: str, *, header: bool = False) -> Source | None:
     """A logged record or certificate, to serve; of a record perhaps only the header.
 
-    A record is served as it lies on the disk: who asks knows its digest.
+    A record is served as it lies on the disk: the caller knows its digest.
     """
     round_number = log.find(digest)
     if round_number is None or round_number < 0:

@@ -1,8 +1,8 @@
-"""A stage's chain for the commands of somebody who is no peer: its newest records' headers for a
-listing, all of it, with certificates and states, to be replayed, or the anchor that it leads to.
+"""A stage's chain for the commands of a visitor, which is no peer: its newest records' headers for
+a listing, all of it, with certificates and states, to be replayed, or the anchor it leads to.
 
 The chain is walked back from the record that the longest claim names. A record is named by its
-digest, so it does not matter who gives it: whoever of the claimers has it.
+digest, so any claimer that has it may give it.
 
 `download_anchors` brings the newest anchors of all stages, one after the other: the state of a
 peer, and the records after it. Stages commit their rounds by themselves, so the newest anchors are
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimedChain:
-    """A stage's chain, and who claims which record of it, those whom to believe first.
+    """A stage's chain, and the claims of its records by peer, those to be believed first.
 
     peers: how many of the stage are in view; some may have no record yet. witness: the archive's
     peer id. trusted: it, and the bootstraps of the invite.
@@ -64,8 +64,7 @@ class ClaimedChain:
 
     async def of_donors(self) -> Mapping[str, ClaimRecord]:
         """The claims of those whose newest state is taken: of all where the archive says nothing,
-        else of those alone who contributed to what it vouches for (see ChainClient), and of
-        bootstraps.
+        else only of the contributors to what it vouches for (see ChainClient), and of bootstraps.
         """
         if self.vouched is None:
             return self.claims
@@ -85,8 +84,8 @@ NO_LIMITS = Limits(headers_s=math.inf, records_s=math.inf, stall_s=math.inf)
 
 
 def counted_claims(place: Joined, stage: int) -> dict[str, ClaimRecord]:
-    """What a stage's peers claim that counts, of whoever has a record or not yet; those whom to
-    believe first.
+    """The claims of a stage's peers that count, also of peers that have no record yet; those to be
+    believed first.
     """
     found = place.swarm.read(claim_key(place.run, stage), ClaimRecord) or {}
     return believed_first(that_count(found, place.manifest), place.witness)

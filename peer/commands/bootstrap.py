@@ -4,7 +4,7 @@ Both are the same node with the same archive and figures; only the manifest come
 (dht/manifest_keeper.py). A copy needs nothing but an invite.
 
 It can be asked over HTTP for figures, health and readiness. The bootstrap's thread looks every few
-seconds, because the DHT process answers it alone; who asks gets what it saw last.
+seconds, because the DHT process answers that thread alone; a caller gets what it saw last.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ Role = Literal["operator", "copy"]
 class BootstrapFacts:
     """What was seen at one look; None and empty what is not known. Counts are since the start.
 
-    archive_bytes, archive_rounds: by stage. served_bytes: by what it was. refused: by who refused
-    and why. manifest_until: Unix time.
+    archive_bytes, archive_rounds: by stage. served_bytes: by what it was. refused: by the part that
+    refused, and why. manifest_until: Unix time.
     """
 
     role: Role
@@ -266,7 +266,7 @@ def explain_key(path: Path) -> None:
 
 class BootstrapServices:
     """What runs beside the DHT node: the archive, the operator's questions to the model, and the
-    figures of it all. `tick` belongs to the node's thread, the pages to those who ask.
+    figures of it all. `tick` belongs to the node's thread, the pages to their callers' threads.
     """
 
     def __init__(

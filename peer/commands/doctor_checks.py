@@ -151,7 +151,7 @@ def folder_check(folder: StateFolder, *, in_use: bool) -> Check:
 
 
 def key_check(folder: StateFolder) -> tuple[Check, str]:
-    """Whether the key file, which is who this peer is, can be used; the peer's id, empty where
+    """Whether the key file, which is this peer's identity, can be used; the peer's id, empty where
     there is none yet.
     """
     if not folder.identity.exists():

@@ -114,7 +114,7 @@ class SwarmFacts:
         return self._first(ask, self._hosts(stage))
 
     def reach(self, announce: Sequence[str], port: int = 0) -> Reachability:
-        """What others find who dial this machine: the doctor, or whoever listens at this port."""
+        """What others find that dial this machine: the doctor, or what listens at this port."""
         own = list(announce)
         for address in self._place.dht.visible_addresses():
             told = address.partition("/p2p/")[0]
@@ -136,7 +136,7 @@ class SwarmFacts:
 
     # ---- pieces ----------------------------------------------------------------------------------
     def _hosts(self, stage: int) -> list[PeerID]:
-        """Whom to ask: peers of the stage, then others, then the bootstraps."""
+        """The peers to ask: those of the stage, then others, then the bootstraps."""
         hosts: list[str] = []
         for number in sorted(self.records, key=lambda number: number != stage):
             here = self.records[number]

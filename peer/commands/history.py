@@ -71,7 +71,7 @@ Rows = Mapping[int, HistoryRow]
 def as_json(
     run: str, stages: Chains, given: Given = (), history: Rows | None = None
 ) -> dict[str, Any]:
-    """Everything, with totals, by stage, and who gave it."""
+    """Everything, with totals, by stage, and by contributor."""
     rows = history or {}
     return {
         "run": run,

@@ -3,8 +3,8 @@
 What: name, model, data, machines and tokens are asked for on a terminal, or given as options. The
 stages, the microbatches, the warmup and the deadline of an exchange follow from them; the rest is
 the preset's, or a default.
-Why: who boots a first run knows these five, and not what follows. What is written passes `dilocox
-bootstrap --check` on a machine that reaches data and tokenizer.
+Why: the operator of a first run knows these five, and not what follows. What is written passes
+`dilocox bootstrap --check` on a machine that reaches data and tokenizer.
 """
 
 from __future__ import annotations

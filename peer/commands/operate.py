@@ -1,5 +1,5 @@
 """The commands `dilocox operate ...`: the operator changes, pauses, ends or turns back a run, and
-says who may take part.
+admits peers to it.
 
 They work on the state folder of the operator's bootstrap, with its key, while that runs or not: a
 command signs the next revision of the manifest and puts it there; the bootstrap publishes it.
@@ -200,7 +200,7 @@ def set_state(options: StateOptions) -> int:
 
 
 def _confirm(what: str, *, yes: bool) -> None:
-    """Ask a person; who says no ends the command, with exit code 1.
+    """Ask a person; a no ends the command, with exit code 1.
 
     Raises InvalidInput where nobody is at a terminal and no --yes is given.
     """

@@ -77,7 +77,7 @@ def _push(joined: Joined, repository: Repository, options: PushOptions) -> int:
 
 def newest_round(joined: Joined, watch: ManifestWatch) -> tuple[int, int]:
     """The newest round of every stage, -1 before the first, and the run's tokens: as the operator's
-    archive says, else as most of those claim who hold records.
+    archive says, else as most holders of records claim.
     """
     place = replace(joined, manifest=watch.manifest)
     claims = [counted_claims(place, stage) for stage in range(watch.manifest.stages)]

@@ -3,8 +3,8 @@
 
 A walk goes back from the record that is claimed until it meets one that is known, or the manifest.
 Bootstraps are asked first: their archive keeps more of the chain than peers do, and has checked
-what it keeps, so the header of its record will do. From others, whose word is anybody's, a record
-of moderate size is fetched whole, since only its digest proves what it says.
+what it keeps, so the header of its record will do. From others, which may be anybody, a record of
+moderate size is fetched whole, since only its digest proves what it says.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ USUAL_TIMES = 9  # of the newest rounds, for how long one usually takes
 @dataclass(frozen=True)
 class Order:
     """A walk of a stage's chain back from a record: `stop` are the digests that end it, `holders`
-    who is asked, the best first.
+    the peers to ask, the best first.
     """
 
     stage: int
@@ -204,7 +204,7 @@ def in_order_of_asking(
     bootstraps: Collection[str],
     dial_out: Collection[str],
 ) -> list[str]:
-    """Who is asked for this record and those before it, the best first.
+    """The peers to ask for this record and those before it, the best first.
 
     dial_out: peers that only dial out, and so cannot be dialled.
     """
@@ -249,7 +249,7 @@ class ChainReader(LoopThread):
     def ask_history(self, manifest: Manifest, witness: str, after: int) -> None:
         """Ask bootstraps for what they keep of the rounds after this one; nothing while that runs.
 
-        witness: whose word counts first.
+        witness: its word counts first.
         """
         if self._asking is None and self.running:
             peers, run, silent = sorted(self._bootstraps), self._run_id, self._silent

@@ -1,6 +1,6 @@
-"""What happened in a run, in lines for people: who came, moved and left, what broke and healed,
-what the operator changed, and what the run has reached. Apart from history.py, which remembers
-them: this is their words.
+"""What happened in a run, in lines for people: which peers came, moved and left, what broke and
+healed, what the operator changed, and what the run has reached. Apart from history.py, which
+remembers these events: this puts them into words.
 
 Pure: from two looks. What happens again and again is one line with a number.
 """

@@ -1,4 +1,4 @@
-"""What a monitor has learnt of a swarm: chains, the curve, throughput, who came and went, events.
+"""What a monitor has learnt of a swarm: chains, curve, throughput, comings and goings, events.
 
 Everything is bounded: the curve joins points when they are too many, samples double their spacing.
 All of it is one JSON file, so that a monitor that starts again has its counters still, and the
@@ -201,15 +201,15 @@ class SwarmHistory:
     this monitor was started.
     samples_told: by round, what bootstraps keep of what the model wrote. parameters: of the model,
     None while none has said.
-    joined_total, left_total: of comings and goings; who returns is in both again.
+    joined_total, left_total: of comings and goings; a peer that returns is in both again.
     peers_total: of peers, each once.
     voids: by stage, void rounds that its peers told, as a mean over them.
     losses_not_finite: heads whose newest validation loss is none that can be, at the last look.
     seen_at, held_at: when the swarm was last to be seen, and last in a state without rounds.
     rules: of the last rollback it knows, None before the first look. set_aside: the first number of
     the rounds that this one set aside, and the one after the last.
-    present: stage by peer. met: peers, who was here last at the end. stated: by peer, of those that
-    left, too.
+    present: stage by peer. met: peers, those that were here last at the end. stated: by peer, of
+    those that left, too.
     voids_of, last_faults: what a peer, or a head of a replica, told last.
     """
 
@@ -427,7 +427,7 @@ class SwarmHistory:
 
     @property
     def counters(self) -> tuple[float, ...]:
-        """What must not fall when a monitor starts again, for whoever keeps it."""
+        """What must not fall when a monitor starts again, for its keeper."""
         told = (self.faults_total, self.joined_total, self.left_total, self.peers_total)
         seen = (n for each in self.stages for n in (each.records_seen, each.chain_tokens))
         return (*told, *self.voids, *seen)

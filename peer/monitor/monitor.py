@@ -6,7 +6,7 @@ peers may come and go; when its own node dies it starts again, and what it learn
 
 `MonitorPages` answers over HTTP: the status page, its figures, a card of each peer, metrics,
 health. The monitor's thread makes them after each look and leaves them there, all but the cards as
-bytes; who asks gets the newest, however busy that thread is.
+bytes; a caller gets the newest, however busy that thread is.
 """
 
 # RunDHT extends hivemind's DHT, which carries no types.
@@ -95,7 +95,7 @@ class MonitorPages:
         self._page = self._plain
 
     def show(self, status: dict[str, Any], metrics: Page, rows: Rows = ()) -> None:
-        """The figures after a look. rows: of all contributors, for their cards and who asks."""
+        """The figures after a look. rows: of all contributors, for their cards and for callers."""
         text = json.dumps(status, allow_nan=False, separators=(",", ":"))
         self._status = Page(body=text.encode(), content_type="application/json")
         self._metrics = metrics
@@ -143,7 +143,7 @@ def _asset(ending: str, kind: str) -> Page:
 
 
 def head_of(status: Mapping[str, Any]) -> str:
-    """Title and OpenGraph tags, for whoever follows a link without running the page's script."""
+    """Title and OpenGraph tags, for programs that follow a link without running the script."""
     totals, about = status["totals"], " ".join(status["trained"]["about"].split())
     title = escape(f"{status['name']}: {status['health']['sentence']}")
     share, loss = totals["tokens"] / totals["end_tokens"], totals["validation"]

@@ -114,7 +114,7 @@ def load_initial(
     """Fill these vectors, [numel] fp32, with what a peer begins with that has no snapshot; the
     round and the digest that they stand on.
 
-    wait_s: for somebody who gives them. Raises EnvironmentFault if nobody does in time.
+    wait_s: for a peer that gives them. Raises EnvironmentFault if none does in time.
     """
     try:
         anchor.copy_(_read(local.manifest, local.stage))
@@ -135,7 +135,7 @@ def load_initial(
 
 
 async def _taken(local: LocalPeer, wait_s: float) -> KeptState:
-    """From whoever gives them first."""
+    """From the first peer that gives them."""
     bootstraps = local.options.invite.peer_ids
     give_up, last = time.monotonic() + wait_s, "nobody was asked"
     while time.monotonic() < give_up:

@@ -2,11 +2,11 @@
 and buttons to pause and go on. Apart from resting.py, which does what the buttons ask for.
 
 The peer that trains and the small process in which it rests both serve it, of what the state folder
-holds. Whoever may open a page of this machine may read it. To pause takes a token, which is in the
-address that the peer prints and in a file that only its user can read: neither another user here
-nor a web page in the volunteer's browser has it. It travels in a header, which no foreign page can
-set, and nothing changes by GET. A name that somebody's DNS points at this machine is refused. Where
-the server listens beyond this machine, there is no token, so there are no buttons.
+holds. Anybody that may open a page of this machine may read it. Pausing takes a token, which is in
+the address that the peer prints and in a file that only its user can read: neither another user
+here nor a web page in the volunteer's browser has it. It travels in a header, which no foreign page
+can set, and nothing changes by GET. A name that somebody's DNS points at this machine is refused.
+Where the server listens beyond this machine, there is no token, so there are no buttons.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 is a table, and what serves it.
 
 `METRICS` is a table of what the parts of a peer count, each read where it is counted, in the thread
-of whoever asks, while the peer trains: nothing waits, takes a lock for long, or asks another
+of the caller, while the peer trains: nothing waits, takes a lock for long, or asks another
 process. Only what happens in events is counted here (`PeerMetrics.on_event`), as the reporter tells
 it (peer/training/report.py). Base units; labels only of a few values each, never a peer id or a
 round; no `_created` series, which would double their number.
@@ -136,7 +136,7 @@ class PeerMetrics:
             case _:
                 pass
 
-    # ---- for the table, in the threads of those who look -----------------------------------------
+    # ---- for the table, in the threads of callers ------------------------------------------------
     @property
     def not_ready(self) -> str:
         """Why this peer does not take part, or empty."""
@@ -155,7 +155,7 @@ class PeerMetrics:
 
     @property
     def refused(self) -> Mapping[str, int]:
-        """Messages of others, by who refused them and why."""
+        """Messages of others, by the part that refused them and why."""
         return by_source(
             {
                 "pipeline": self.network.refused + self.reservation.refused.copy(),

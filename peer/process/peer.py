@@ -204,7 +204,7 @@ class Assembly:
         return peer in mine or peer in coordinator.proven_heads.peers
 
     def _lease(self) -> PartLease | None:
-        """A lease on a part of the run's data; who has no use for one, or own data, needs none."""
+        """A lease on a part of the run's data; None where this peer has no use for one."""
         if self._local.options.data or self._local.stage > 0:
             return None
         return PartLease(self._local, first=self._snapshots.data.get("part"))
@@ -322,7 +322,7 @@ def run_peer(options: PeerOptions) -> int:
         run = options.invite.run_id
         try:
             fallback = NO_FALLBACK
-            if folder.took_part(run):  # who starts again is not to be lost
+            if folder.took_part(run):  # a peer that starts again is not to be lost
                 fallback = wait_for_entry(
                     options.invite.bootstraps, kept_fallback(folder.fallback_peers(run))
                 )

@@ -1,5 +1,5 @@
 """The tokenizer of a run where its source is out of reach: the operator's bootstrap keeps its files
-and gives them to whoever asks.
+and gives them to any caller.
 
 A tokenizer is a folder of small files, which transformers loads without running any of it. They
 travel as one msgpack map from name to bytes. What comes is not believed: the manifest has the

@@ -108,7 +108,7 @@ def _without_later_joiners(records: Records, me: str) -> dict[int, dict[str, Sta
 
 
 def look_at_stages(joined: Joined) -> dict[int, dict[str, StageRecord]]:
-    """Who hosts which stage; a stage whose records could not be had is left out."""
+    """The hosts of each stage; a stage whose records could not be had is left out."""
     keys = {stage_key(joined.run, stage): stage for stage in range(joined.manifest.stages)}
     records: dict[int, dict[str, StageRecord]] = {}
     for _ in range(LOOKS):

@@ -3,8 +3,8 @@
 A vote is signed together with everything that identifies its attempt, members included, so it
 counts for that group alone. The winning votes are the record's *certificate*: it is kept beside the
 record (in no digest, since members may hold different votes of the same majority), and no record is
-taken from anyone without one. Whoever casts a vote puts it on disk before it leaves, so that a
-restarted peer cannot cast another.
+taken from anyone without one. A member puts its vote on disk before it leaves, so that a restarted
+peer cannot cast another.
 
 Everything that arrives is untrusted; what is refused raises VoteRefused.
 """
@@ -96,7 +96,7 @@ class Ballot:
     group: bytes
     """The id of the gathered group."""
     members: tuple[str, ...]
-    """The gathered members, those who die later included; sorted, each once."""
+    """The gathered members, including those that die later; sorted, each once."""
     voters: frozenset[str]
     """Those of them whose votes count, as the record before says."""
 
@@ -209,7 +209,7 @@ class Ballots:
         return {peer for peer, count in Counter(peer for _, peer in votes).items() if count > 1}
 
     def blamed(self) -> tuple[str, ...]:
-        """Whom a repeated attempt would leave out, by the votes at hand; never this member."""
+        """Members that a repeated attempt would leave out, by the votes at hand; never this one."""
         votes = self._counting()
         silent = set(self.ballot.members) - {vote.voter for vote in votes}
         found = exclusion(votes, silent, self.ballot.voters)
@@ -224,7 +224,7 @@ class Ballots:
         return certificate(self.ballot, self._held.values(), self.decision.digest or "")
 
     def missed(self) -> tuple[str, ...]:
-        """Whom this member's own abort says that it missed."""
+        """The members that this one missed, as its own abort says."""
         own = (each.vote for each in self._held.values())
         aborts = (vote for vote in own if vote.voter == self.identity.peer_id and not vote.digest)
         return next((vote.missed for vote in aborts), ())
@@ -232,7 +232,7 @@ class Ballots:
     def abort(self) -> bytes:
         """This member's own signed abort, for the members of a repeated attempt; empty if none.
 
-        Those need not know who was in the first one to see that it signed it.
+        Those need not know the members of the first one to see that this member signed it.
         """
         ballot = self.ballot
         for signed in self._held.values():
@@ -252,13 +252,13 @@ def excluded_by(
     stage: int,
     round_number: int,
 ) -> list[str]:
-    """Whom a repeated attempt leaves out, from the signed abort that each of its members states.
+    """The members that a repeated attempt leaves out, by the signed aborts its members state.
 
-    Aborts that are malformed, unsigned, of another round or of nobody whose votes count do not
+    Aborts that are malformed, unsigned, of another round or of members without a vote do not
     count; all members state theirs to all, so all reach the same set. Votes of those that are not
     there do not matter: they are in no pair of members. `members`: of the repeated attempt; those
-    without an abort that counts were silent. `voters`: of these. known: others of whom the
-    last record says something. Of anybody else nothing counts, or two could name what is no peer.
+    without an abort that counts were silent. `voters`: of these. known: others that the last
+    record remembers. Nothing of anybody else counts, or two could name what is no peer.
     """
     known = {*members, *known}
     votes: dict[tuple[str, tuple[str, ...]], Vote] = {}

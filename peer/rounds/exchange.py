@@ -8,15 +8,16 @@ hivemind's own all-reduce hangs on a member that freezes and reports success whe
 here every call has its deadline, neighbours watch each other by heartbeat, and the round is
 committed only by a majority of signed votes on the digest of the record (vote_count.py).
 
-A phase has what most members need to compute, and its share of the exchange's time. It bounds how
-long reducers wait for parts and for other rows, so that who is slow is left out, and when all are
-asked for a mean that has not come; what others hold and nobody brings is asked for before that
+A phase has the time that most members need to compute, and its share of the exchange's. It bounds
+how long reducers wait for parts and for other rows, so that slow members are left out, and when all
+are asked for a mean that has not come; what others hold and nobody brings is asked for before that
 (held_means.py). A member that got its means of the first phase too late to be counted in the second
 can still reduce, and vote.
 
 A member hears of deaths from those that it watches, and from the votes of those that gave up: two
-that missed the same peer are believed, one alone may be cut off itself. Votes go to one's row, and
-what a row voted to those of the other rows that are opposite; who still lacks some asks its row.
+that missed the same peer are believed, one alone may be cut off itself. A member sends its vote to
+its row, and its row's votes to those opposite it in other rows; one that still lacks some asks its
+row.
 
 This file knows no network: it talks through `GroupCalls`, and is told what arrives by `on_part`,
 `on_row`, `on_mean` and `on_votes`. It runs in one event loop; the codec runs in a one-thread pool
@@ -92,7 +93,7 @@ class Attempt:
         self.running = False
         self._told: set[str] = set()  # members of our row whose votes the other rows have from us
         self._waited_out = False  # the exchange's time is over and means are missing
-        self.record: bytes | None = None  # as this member made it, for those who lack parts
+        self.record: bytes | None = None  # as this member made it, for those that lack parts
         self.digest: str | None = None
 
     # ---- what others tell us ---------------------------------------------------------------------
@@ -200,7 +201,7 @@ class Attempt:
     async def checked_mean(self, part: int) -> Mean | None:
         """The averaged part, for members that ask for it.
 
-        One that is being checked is waited for: who asks may have nobody else.
+        One that is being checked is waited for: the caller may have nobody else to ask.
         """
         await self._group.until(lambda: not self._shares.coming(part), self._end)
         return self.mean(part)
@@ -383,7 +384,7 @@ class Attempt:
         sending = [
             group.spawn(group.call(self._limits.vote_s, send, peer, [vote])) for peer in group.row
         ]
-        # whoever gives up early hears the others when they, too, have given up or are done
+        # a member that gives up early hears the others once they, too, have given up or are done
         deadline = self._end + self._limits.vote_s
         asking = group.spawn(self._ask_our_row(deadline))
         await group.until(self._all_heard, deadline)
@@ -398,8 +399,8 @@ class Attempt:
         """Wait until more than half of the voters near us hold our means, and of the rows opposite,
         or a reducer is found that gave somebody other ones.
 
-        Who voted counts as it voted, and who is gone, or aborted, not at all. No longer than the
-        exchange may last: who waits in vain votes for what it has.
+        A member that voted counts as it voted; one that is gone, or aborted, not at all. No longer
+        than the exchange may last: a member that waits in vain votes for what it has.
         """
         words = await self._tell_words()
         lines = [set(self._group.row), set(self._group.opposite)]
@@ -476,7 +477,7 @@ class Attempt:
             self._tell(self._group.opposite, voters)
 
     async def _result(self, deadline: float) -> AttemptResult:
-        """Read the verdict; who lacks the record that was committed fetches it from its voters."""
+        """Read the verdict; fetch the committed record from its voters where it is not here."""
         verdict, chosen = self.ballots.decision.verdict, self.ballots.decision.digest
         committed = verdict is Verdict.COMMITTED
         if chosen is not None and chosen != self.digest:
@@ -519,8 +520,8 @@ class Attempt:
         """Fetch something from these members until it is here, from the next one beside those that
         are slow to give it.
 
-        The pauses double: who gives bytes by drops delays nobody for long, and what comes through a
-        thin link is not downloaded many times at once.
+        The pauses double: a member that gives bytes by drops delays nobody for long, and what comes
+        through a thin link is not downloaded many times at once.
         """
         group, pause_s = self._group, self._limits.silence_s / 2
         asks: list[asyncio.Task[None]] = []
@@ -541,13 +542,13 @@ class Attempt:
         reducers = [setup.reducer_in(column, row) for row in range(len(setup.grid.rows))]
         able = dict.fromkeys([setup.shares[part].reducer, *reducers, *self._group.row])
         others = set(self._group.others)
-        # who dies meanwhile is not asked any more
+        # a member that dies meanwhile is not asked any more
         peers = (peer for peer in able if peer in others and peer not in self._gone)
         fetch = partial(self._fetch_mean, part)
         await self._ask_in_turn(peers, fetch, lambda: part in means, self._end)
 
     async def _fetch_mean(self, part: int, peer: str) -> None:
-        # a large share takes its time through a thin link; who gives nothing is not waited for
+        # a large share takes long through a thin link; a peer that gives nothing is not waited for
         mean = await self._mean_of(peer, part)
         if mean is not None and mean.part == part:
             with suppress(PayloadRefused, ShareRefused):
@@ -596,13 +597,13 @@ class Attempt:
         return found[0] if found else None
 
     def _told_missing(self) -> set[str]:
-        """Whom this member's abort names, and who is to blame that there is no decision."""
+        """The members that this one's abort names, and those to blame that there is no decision."""
         undecided = self.ballots.decision.verdict is Verdict.UNDECIDED
         silent = self._setup.voters - self.ballots.voted() if undecided else set[str]()
         return {*self.ballots.missed(), *silent} - {self._setup.me}
 
     def _missed(self) -> set[str]:
-        """Whom this member missed: the dead, the refused, and reducers whose mean never came.
+        """The members that this one missed: dead, refused, and reducers whose mean never came.
 
         Where the attempt failed before its time was over, a mean that is not here yet is nobody's
         fault: a repeated attempt would leave out a sound reducer.

@@ -1,4 +1,4 @@
-"""A group's members in rows and columns: who averages which values with whom.
+"""A group's members in rows and columns: which ones average which values together.
 
 Why: in a flat exchange of N members each sends to all others, and waits for all of them. Here a
 member talks to its row and, if it averages, to its column, about 2 * row + rows others, and sends
@@ -14,10 +14,10 @@ members end with the same bytes, and a record's parts are the shares.
 With one row this is the flat exchange: a part is a share, and nothing travels between rows.
 
 The order of members is that of a hash over the group's id, new in every attempt, so that nobody
-chooses its row, and whoever is slow shares it with others each time. Those that do not average
+chooses its row, and a slow member is in a row with other ones each time. Those that do not average
 (they only dial out, or have no vote where others have) come last; every row needs some that do. And
-every row needs voters (standing.py), by whom the others in it are judged: they are dealt first
-among those that can be reached.
+every row needs voters (standing.py), which judge its other members: voters are dealt first among
+those that can be reached.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Grid:
             reducers: those of them that average, see `attempt_setup`; at least one.
             row_size: how many members a row has at most, if there are reducers and voters for so
                 many rows.
-            voters: those by whom the others are judged; all, if none is named.
+            voters: members that judge the others; all, if none is named.
         """
 
         def dealt(peer: str) -> tuple[bool, bool, bytes]:

@@ -1,12 +1,12 @@
-"""Who may exchange with whom: the plan that keys a group, and what each member states when it
-joins.
+"""Which peers may exchange with each other: the plan that keys a group, and what each member states
+when it joins.
 
 The plan (run, rules of the manifest, stage, round, attempt, ranks, layout, digest of the last
 record) keys the group in the DHT, so that peers that disagree never meet, and is compared once more
 in the gathered tickets before a byte flows. Weights and modes come from the tickets alone: they are
 the same for every member.
 
-`AttemptSetup` is the group as an attempt knows it: who its members are and what they agreed on.
+`AttemptSetup` is the group as an attempt knows it: its members and what they agreed on.
 How they are reached is group_calls.py; the attempt itself is exchange.py.
 """
 
@@ -45,7 +45,7 @@ from dilocox.peer.rounds.record import (
 from dilocox.peer.rounds.standing import credits, most_tokens, sitting_out, voters
 from dilocox.peer.rounds.vote_count import MAX_MEMBERS, Verdict, counted_by, may_start
 
-MORE_MEMBERS = 2  # without a vote than voters that can be reached, who average for all
+MORE_MEMBERS = 2  # without a vote than voters that can be reached, which average for all
 PHASE_SHARE = 0.25  # of the exchange's time that a phase has whatever its bytes
 
 
@@ -69,7 +69,7 @@ class Mean:
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptSetup:
-    """What all members of a group agree on, and who of them this one is.
+    """What all members of a group agree on, and which of them this one is.
 
     A *column* is numbered over all phases: those of phase 0 first. It has one share a row, and in
     each row one member that averages its values there and brings its means.
@@ -83,8 +83,8 @@ class AttemptSetup:
     template: RoundRecord  # without members, parts and means; its standings are the last record's
     shares: tuple[Share, ...]  # as `Grid.shares` orders them
     phases: tuple[Phase, ...]
-    excluded: tuple[str, ...]  # whom this attempt, a repeated one, leaves out
-    lacking: frozenset[str]  # of the voters of late, who is there and did not come
+    excluded: tuple[str, ...]  # the peers that this attempt, a repeated one, leaves out
+    lacking: frozenset[str]  # voters of late that are there and did not come
     plan: RoundPlan
     robust: RobustRule
     deadlines: DeadlineSpec  # exchange_s: to move what these ranks move, in all phases together
@@ -92,7 +92,7 @@ class AttemptSetup:
 
     @cached_property
     def voters(self) -> frozenset[str]:
-        """The members by whom the others are judged, and whose votes count."""
+        """The members that judge the others, and whose votes count."""
         return voters(self.credited)
 
     @property
@@ -123,7 +123,7 @@ class AttemptSetup:
         return self.reducer_in(column, self.grid.row_of[self.me])
 
     def sender(self, share: int) -> str:
-        """Who brings the mean of a share: the one that encoded it, or one of one's own row."""
+        """The member that brings a share's mean: the one that encoded it, or one of one's row."""
         collector = self.collector(self.column_of(share))
         return self.shares[share].reducer if collector == self.me else collector
 
@@ -161,8 +161,8 @@ class AttemptResult:
     digest: str = ""  # of the record that was committed
     certificate: bytes | None = field(repr=False)
     abort: bytes = field(repr=False)  # this member's own, signed, for a repeated attempt
-    blamed: tuple[str, ...] = ()  # whom that would leave out, as far as this member knows
-    # by this member, or not heard to vote; of a committed one who gave others a mean and it none
+    blamed: tuple[str, ...] = ()  # peers it would leave out, as far as this member knows
+    # by this one, or not heard to vote; of a committed one, those that gave means, but none to it
     missed: tuple[str, ...] = ()
     members: tuple[str, ...]
     seconds: float  # of the exchange, without what this member's codec took meanwhile
@@ -172,7 +172,7 @@ class AttemptResult:
 
 
 MAX_COUNTED = 1024  # peers that a ticket may name
-MAX_UNRELIABLE = MAX_MEMBERS  # likewise
+MAX_UNRELIABLE = MAX_MEMBERS  # peers that a ticket may name as unreliable
 TICKET_BYTES, TICKET_BYTES_OF_PEER = 8 << 10, 128
 MAX_TICKETS_BYTES = LEADER_BYTES // 2  # of a group, which its leader tells each member
 UNKNOWN_TICKETS_BYTES = 64 << 10  # of these, of keys that cost nothing: hundreds of honest ones
@@ -240,7 +240,7 @@ class Ticket(SendFacts):
     codec_s: float = 0.0  # that it computes at the start of a phase, at most
     expected: int | None  # members with which its group is whole; None: it does not know
     abort: bytes  # its signed one of the attempt before, empty if there is none
-    # whom it missed in that of the last record, or in those since that came to nothing
+    # peers that it missed in that of the last record, or in those since that came to nothing
     unreliable: tuple[str, ...] = ()
     client_mode: bool = False
 
@@ -349,7 +349,7 @@ class ExchangeOrder(SendFacts):
     counted: tuple[str, ...]
     recent_voters: tuple[str, ...]
     expected: int | None = None  # peers that should come: with them the group need not wait
-    leaders: tuple[str, ...] = ()  # who may gather the group; empty: anybody
+    leaders: tuple[str, ...] = ()  # those that may gather the group; empty: anybody
     anchor_before: str
     last: RoundRecord | None = field(repr=False)  # the chain's newest, without its means
     alone: bool = False
@@ -428,10 +428,10 @@ def attempt_setup(
 ) -> AttemptSetup:
     """The agreed facts of an attempt, from what its members stated.
 
-    A repeated attempt leaves out the peers that the signed aborts of the first one blame; who of
-    the others takes part says `taking_part`. Where more come than a record holds, or than those
-    who vote can average for, those who were in the most records stay. `group`: the id of the group,
-    from which its rows follow, and who of the new ones stays.
+    A repeated attempt leaves out the peers that the signed aborts of the first one blame;
+    `taking_part` says which of the others take part. Where more come than a record holds, or than
+    the voters can average for, those that were in the most records stay. `group`: the id of the
+    group, from which its rows follow, and which of the new ones stay.
 
     Raises:
         GroupRefused: there is nobody to reduce.
@@ -537,7 +537,7 @@ def _place(
 
 @dataclass(frozen=True, kw_only=True)
 class TakingPart:
-    """Who of those that came takes part in an attempt: the same for all who saw their tickets.
+    """Those that came and take part in an attempt: the same for all that saw their tickets.
 
     tickets: theirs. excluded, lacking: as in `AttemptSetup`.
     """
@@ -553,13 +553,13 @@ def taking_part(
     credited: Mapping[str, int],
     excluded: Collection[str],
 ) -> TakingPart:
-    """Who takes part, of those that are not excluded by the aborts of the attempt before.
+    """The peers that take part, of those that the aborts of the attempt before do not exclude.
 
-    Whoever was left out, or unheard, again and again sits out, where the others can go on without
-    it; so does whom most voters missed in the attempt of the last record or in those since: two
-    that fall silent in turns would void both of every round, and no record would say so. Who states
-    another plan, or no tokens, is left out: all have the same tickets, and one that makes no sense
-    stops nobody.
+    A peer that was left out, or unheard, again and again sits out, where the others can go on
+    without it. So does one that most voters missed in the attempt of the last record or in those
+    since: two that fall silent in turns would void both of every round, and no record would say so.
+    A peer that states another plan, or no tokens, is left out: all have the same tickets, and one
+    that makes no sense stops nobody.
 
     order: of any of them. credited: see `credits`. Raises TooFew of those that must be there.
     """
@@ -570,7 +570,7 @@ def taking_part(
         for peer, ticket in tickets.items()
         if peer not in excluded and ticket.is_of(plan)
     }
-    # whoever is here counts itself: one that counts nobody stops no group
+    # each peer that is here counts itself: one that counts nobody stops no group
     views = {peer: ticket.resolved(tickets) | {peer} for peer, ticket in tickets.items()}
     there = counted_by(tickets, views, last) & set(last)
     lacking = frozenset(there - tickets.keys() - set(excluded))
@@ -588,8 +588,8 @@ def taking_part(
 
 
 def missed_by_most(told: Mapping[str, Collection[str]], credited: Mapping[str, int]) -> set[str]:
-    """Those of a group that more than half of its voters missed. told: by member, whom it did, by
-    name or hash."""
+    """Those of a group that more than half of its voters missed. told: by member, the peers that it
+    missed, by name or hash."""
     voting = voters({peer: credited[peer] for peer in told})
     names = {name: peer for peer in told for name in (peer, _named(_short(peer)))}
     missed = Counter[str]()

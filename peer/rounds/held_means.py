@@ -1,14 +1,15 @@
 """Means that others of a group say they hold, and that nobody brings us. Apart from exchange.py,
-which asks for them: it is whom to believe, and whom to blame.
+which asks for them: this decides which members to believe, and which to blame.
 
 A reducer can give its mean to one member and keep it from the others: these would wait for it until
-the exchange is over, and who has it could not tell them. So with the means of each phase every
-member tells those near it which it holds. Who lacks one that a voter has held for a while, and that
-is not coming, asks the holders for it. What comes so fast that it is whole in half of its phase's
-time is waited for. Who should have brought what came from a holder, and did not even begin to, is
-told of in the ticket of the next round, and where most members name it, that round goes without it
-(group.py); who is slow is not, since all that a thin link sends waits for what it sends before. In
-a group of several rows few members get a mean from its reducer itself, and these alone name it.
+the exchange is over, and its holder could not tell them. So with the means of each phase every
+member tells those near it which it holds. A member that lacks one which a voter has held for a
+while, and which is not coming, asks the holders for it. It waits for what comes so fast that it is
+whole in half of its phase's time. It names, in its ticket of the next round, the peer that should
+have brought what came from a holder and did not even begin to; where most members name that peer,
+the round goes without it (group.py). It does not name a slow one, since all that a thin link sends
+waits for what it sends before. In a group of several rows few members get a mean from its reducer
+itself, and these alone name it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class HeldMeans:
     """Of one attempt. Belongs to the event loop.
 
     Attributes:
-        passed_by: who kept from this member what it gave others.
+        passed_by: peers that kept from this member what they gave others.
     """
 
     def __init__(self, setup: AttemptSetup, dues: Sequence[float]):
@@ -39,7 +40,7 @@ class HeldMeans:
         self._dues = dues
         self._holders: dict[int, set[str]] = defaultdict(set)
         self._since: dict[int, float] = {}  # when a voter said so first, by share (monotonic)
-        self._began: dict[int, float] = {}  # when somebody began to send its mean, likewise
+        self._began: dict[int, float] = {}  # the same, when somebody began to send its mean
         self._came_at: dict[int, float] = {}  # and when bytes of that came last
         self._share_here: dict[int, float] = {}  # of them
         self.passed_by = set[str]()
@@ -61,7 +62,7 @@ class HeldMeans:
         self._share_here[part] = count / max(1, size)
 
     def holders(self, part: int) -> list[str]:
-        """Who is to be asked, in any order."""
+        """The members to ask, in any order."""
         return random.sample(sorted(self._holders[part]), len(self._holders[part]))
 
     def kept_from_us(self, missing: Collection[int]) -> tuple[list[int], float]:

@@ -1,6 +1,6 @@
 """The other members of a group as one member reaches them: every call and every wait has its
-deadline, and who gives no sign of life counts as dead. Apart from exchange.py, whose phases take
-all that for granted.
+deadline, and a member without a sign of life counts as dead. Apart from exchange.py, whose phases
+take all that for granted.
 
 What an attempt (exchange.py) wants of them is its own matter; nothing here knows what is exchanged.
 """
@@ -39,7 +39,7 @@ class LiveGroup:
         self._outliving: set[asyncio.Task[Any]] = set()  # held, or they would be collected
         self.members = tuple(member.peer for member in setup.members)
         deaf = setup.clients if setup.me in setup.clients else frozenset[str]()
-        # whom this member can call: of two that only dial out neither can call the other
+        # those this member can call: of two that only dial out neither can call the other
         self.others = tuple(peer for peer in self.members if peer not in {setup.me} | deaf)
         grid = setup.grid
         self.row, self.column, self.opposite = (

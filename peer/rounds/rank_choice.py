@@ -23,8 +23,8 @@ above that, so that times that scatter do not move it; where it must move, it go
 at most half.
 
 `RoundPlan` makes of these rules what a round's record says of the next ones: a pure function of the
-record before and of what the members gathered and averaged, so all members write the same, and
-whoever replays the log finds it again.
+record before and of what the members gathered and averaged, so all members write the same, and a
+replay of the log finds it again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The round record: one stage's averaged, encoded pseudo-gradient of one round, and who took part.
+"""The round record: one stage's averaged, encoded pseudo-gradient of one round, and its members.
 
 A record is a safetensors file: the encoded mean of every part as bytes, everything else as
 canonical JSON in the header (fixed key and tensor order, no time stamp, no voter, no leader), so
@@ -197,7 +197,7 @@ class RoundRecord:
     def tokens(self) -> int:
         """The tokens behind this record: of the members whose values are in its average.
 
-        Who is in no part of it takes its send back and counts it again with a later record. Who is
+        A member in no part of it takes its send back and counts it again with a later record. One
         in some parts counts in full: what the others lack stays in its residual.
         """
         return sum(member.tokens for member in self.contributions)
@@ -214,7 +214,7 @@ class RoundRecord:
 
     @property
     def last_parts(self) -> tuple[ReducedShare, ...]:
-        """Those of the last phase: whose values are in them is in the average."""
+        """Those of the last phase: a member whose values are in them is in the average."""
         return tuple(part for part in self.parts if part.phase == self.parts[-1].phase)
 
     def counted(self, peer: str) -> list[slice]:

@@ -11,22 +11,22 @@ A member that sends ten times its update with the sign flipped would turn a run 
 of eight members costs nothing that can be measured, and two of eight little (docs/results.md).
 Gradient clipping alone bounds how far a liar goes, not where to; a median alone leans one way where
 members differ. Honest members of other data go across the others, by chance a little against them:
-so the quarter, which is all that a liar who knows it can take back of what one member gives. Who is
-left out of a part keeps it in its residual, as one whose part came too late.
+so the quarter, which is all that a liar that knows it can take back of what one member gives. A
+member left out of a part keeps it in its residual, like one whose part came too late.
 
-Members are judged by those who vote (standing.py), by their median and their norms, or a crowd of
-fresh keys would be the median. Of two and three voters nobody can say which one lies: of them
-`gate` is `clip`, and of the others who goes against them is left out all the same. Each reducer
-judges its part by itself, each row of a large group its own, and each phase.
+The voters (standing.py) judge the members, by their median and their norms, or a crowd of fresh
+keys would be the median. Of two and three voters nobody can say which one lies: for them `gate` is
+`clip`, and another member that goes against them is left out all the same. Each reducer judges its
+part by itself, each row of a large group its own, and each phase.
 
 Another row's mean that is more than twice as long as one's own is shortened to that: it comes from
 one member, and one of any length would leave nothing that could be encoded.
 
 With the gate the members judge the reducers, too (`not_of_ours`): a mean that holds one's own
-values lies along them, and is not much longer beside them than the other reducers' means. Who finds
-one that does not votes against the record and names its reducer; where half of its voters do, the
-attempt is repeated without it. What a reducer adds that is no longer than the mean itself is not
-found.
+values lies along them, and is not much longer beside them than the other reducers' means. A member
+that finds one which does not votes against the record and names its reducer; where half of its
+voters do, the attempt is repeated without it. What a reducer adds that is no longer than the mean
+itself is not found.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from torch import Tensor
 from dilocox.dht.manifest_sections import RobustRule
 
 LEAST_GATED = 4  # voters: of three, two would leave out the third
-AGAINST = 0.25  # of the median cosine; who flips its sign is at minus one times it
+AGAINST = 0.25  # of the median cosine; a member that flips its sign is at minus one times it
 LONGEST_ROW = 2.0  # times one's own row's mean
 MOST_LONGER = 4.0  # than the other means, each beside one's own values there
 CHANCE = 3.0  # deviations: what lies along something by less does so by chance
@@ -60,16 +60,16 @@ def factors(
 ) -> list[float]:
     """By what to multiply each member's part; 0: it is left out.
 
-    norms: of the parts, in L2. votes: whose members vote; where nobody does, all are judges. along:
-    the products of each part with the coordinate-wise median of the parts at these places, [m];
-    called where they are needed.
+    norms: of the parts, in L2. votes: whether each part's member votes; where none does, all are
+    judges. along: the products of each part with the coordinate-wise median of the parts at these
+    places, [m]; called where they are needed.
     """
     if rule == "none" or len(norms) == 1:
         return [1.0] * len(norms)
     judges = [place for place, each in enumerate(votes) if each] or list(range(len(norms)))
     believed = [True] * len(norms)
     if rule == "gate" and (len(judges) >= LEAST_GATED or len(judges) < len(norms)):
-        # who has nothing to say does no harm
+        # a part of zeros does no harm
         cosines = [
             float(a) / norm if norm else 0.0 for a, norm in zip(along(judges), norms, strict=True)
         ]
@@ -127,7 +127,7 @@ class Likeness:
     """A reducer's mean of a share beside the values that one member sent for it.
 
     cosine: between them. ratio: of the mean's norm to theirs. numel: values. weight: this member's
-    share of the mean; 0 where it is not in it. members: whose values are.
+    share of the mean; 0 where it is not in it. members: those whose values are.
     """
 
     cosine: float

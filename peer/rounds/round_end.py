@@ -25,7 +25,7 @@ ever moves to an earlier time, and that with notice. Pure rules over records: `n
 - a T_R before its own bell's finish or beyond the horizon does not count, nor does one without
   the end of its grace, or before half of the heads are seen to have rung, or earlier than that, or
   later than any head can have named by now (a round and the longest notice after the grace); a T_R
-  in the past does: who is late finds no group and sends with the next. What one's own head says
+  in the past does: a late peer finds no group and sends with the next. What one's own head says
   is believed;
 - the round's time is the lower median of what the first q bells state, and a replica whose one
   inner step takes longer than that is not waited for: no single statement delays the others;
@@ -34,10 +34,11 @@ ever moves to an earlier time, and that with notice. Pure rules over records: `n
 - a round far beyond the newest record and beyond what most replicas state is nobody's round; that
   after the newest record of any stage is everybody's, as one's own chain and the operator's archive
   say: a stage that a cut kept ahead of the others commits nothing before they have come to it;
-- before anybody counts, all do, but who is silent for four round times after the bells of others is
-  waited for no longer: keys that say that they lead replicas, and never ring, stop nobody;
+- before anybody counts, all do, but a head that is silent for four round times after the bells of
+  others is waited for no longer: keys that say that they lead replicas, and never ring, stop
+  nobody;
 - of heads that do not count yet, inner steps and notice are waited for within a small share of the
-  round: who is new and slow must come to a group, or it would never count.
+  round: a new and slow head must come to a group, or it would never count.
 
 `RoundKeeper` keeps the round of a peer: when a head rings, when to send, when to go on.
 
@@ -64,7 +65,7 @@ from dilocox.dht.swarm_view import Heads, SwarmView
 
 BELLS_READ = 8  # bell keys a head reads at most, so that strange round numbers cost it little
 MAX_AHEAD = 64  # rounds beyond the newest record that others may lead a peer to
-MAX_AHEAD_OF_MOST = 100_000  # likewise, where half of all state that they are there
+MAX_AHEAD_OF_MOST = 100_000  # the same, where half of all state that they are there
 GRACE_SHARE = 0.25  # of the round's time: what slower replicas get after the quorum
 NOTICE_S = 2.0  # to spread T_R, at least
 # A longer notice that others state is believed up to the larger of these: what a bad line takes,
@@ -96,7 +97,7 @@ class RoundView:
     replicas: Mapping[str, ReplicaRecord]
     """By head: the replicas known, one's own included while it stands."""
     silent: Collection[ReplicaRecord] = ()
-    """Those that are waited for no longer; who hears of T_R makes its inner step first."""
+    """Those that are waited for no longer; one that hears of T_R makes its inner step first."""
     new: Collection[ReplicaRecord] = ()
     """Those of heads that do not count."""
     head: str = ""
@@ -148,7 +149,7 @@ class RoundView:
             return None
         found = self.schedule(now_s)
         round_s = self._round_s(rung)
-        # who has rung trains on: it takes its send only at the end of the inner step it is in
+        # a head that rang trains on: it takes its send only at the end of its inner step
         wait_s = self._step_s(round_s) + self._notice_s(round_s)
         soonest = now_s + min(wait_s, HORIZON_S)
         if self.replicas.keys() <= rung.keys():
@@ -212,9 +213,9 @@ def waited_for(
 ) -> set[str]:
     """Of the replicas those that this `head` waits for where none is known from records.
 
-    Once it has rung, and most who have rung have done so for four times as long as their round had
-    taken, those of whom there is a bell; after twice that at the latest. bells: of one round; by
-    what all see, so that heads find the same time.
+    Once it has rung, and most that have rung did so four times as long ago as their round had
+    taken, those that have a bell; after twice that at the latest. bells: of one round; by what all
+    see, so that heads find the same time.
     """
     own = bells.get(head)
     if own is not None:
@@ -350,9 +351,9 @@ class RoundKeeper:
     def look_s(self, *, resting: bool = False) -> float:
         """Seconds between two looks at the others' bells.
 
-        In the measure of a round's time: who rings gives the others a grace of a quarter of it, and
-        a notice that counts with this. Infinity in a run that has been paused (`resting`) for
-        longer than a bell lives: whoever rang before it has been heard, and nobody rings now.
+        In the measure of a round's time: a head that rings gives the others a grace of a quarter of
+        it, and a notice that counts with this. Infinity in a run that has been paused (`resting`)
+        for longer than a bell lives: bells from before it have been heard, and nobody rings now.
         """
         if resting:
             return math.inf
@@ -378,13 +379,13 @@ class RoundKeeper:
         """Move with the others, ring when it is time; whether `bells` are to be published at once.
 
         Only heads ring, after so many `inner_steps`; in a run that ends (None) once their replica
-        has `stopped`. So does, when the last replica is gone, whoever is left with `tokens` that no
-        record holds. Other members (`own` is None) take their send once their `head` has rung; a
-        peer in no replica, which learns nothing more, as soon as the time of the group is known.
+        has `stopped`. When the last replica is gone, a peer that is left with `tokens` that no
+        record holds rings, too. Other members (`own` is None) take their send once their `head` has
+        rung; a peer in no replica, which learns nothing more, once the group's time is known.
 
         A head does not ring while the last send is `undecided`, its own or a member's: it trains
-        on, and the round lasts as long as the exchange. If it rang, who waits for an outcome would
-        have to skip the send of this round, and two peers that skip in turn would never meet.
+        on, and the round lasts as long as the exchange. If it rang, a peer that waits for an
+        outcome would have to skip this round's send, and two that skip in turn would never meet.
 
         heads: that count. Another one rings, too, and goes by the times of these. beginning: nobody
         is known from records yet, so that all count.

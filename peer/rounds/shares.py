@@ -1,6 +1,6 @@
 """What one member holds of an attempt: the sums it makes over its row and over all rows, the means.
 
-Here it is decided what is taken from whom; when to wait and whom to ask is exchange.py. Shares of
+This decides what to take from which member; exchange.py, when to wait and which to ask. Shares of
 a later phase are taken at any time: a member that is ahead must not wait for those behind. Sums,
 codecs and records are computed in the pool, everything else happens in the event loop.
 
@@ -42,17 +42,17 @@ from dilocox.peer.rounds.standing import bounded_weights, following_standings
 
 @dataclass(frozen=True)
 class RowMean:
-    """The average of some members' values, fp32 [n], and who they are, sorted."""
+    """The average of some members' values, fp32 [n], and their ids, sorted."""
 
     contributors: tuple[str, ...]
     values: Tensor = field(repr=False)
 
 
 class Reduction:
-    """Values that one member averages over its row: what came so far, encoded, and from whom.
+    """Values that one member averages over its row: what came so far, encoded, and its senders.
 
-    `add` and `finish` run in the pool; who was heard of, and whether it is `closed`, belongs to the
-    event loop.
+    `add` and `finish` run in the pool; the sets of members, and whether it is `closed`, belong to
+    the event loop.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class Reduction:
         self._voters = voters
         self._payloads: dict[str, Tensor] = {}
         self._norms: dict[str, float] = {}
-        self.here: set[str] = set()  # whose part is here and sound
-        self.offered: set[str] = set()  # whose part came, sound or not
-        self.refused: set[str] = set()  # whose part was malformed
+        self.here: set[str] = set()  # members whose part is here and sound
+        self.offered: set[str] = set()  # members whose part came, sound or not
+        self.refused: set[str] = set()  # members whose part was malformed
         self.closed = False
 
     def add(self, peer: str, payload: bytes) -> None:
@@ -232,8 +232,8 @@ class Shares:
         self._decoded: dict[int, Tensor] = {}  # means that a later phase builds on
         self._in_check = Counter[int]()  # calls that decode a mean of this share
         self.means: dict[int, Mean] = {}
-        self.lied: dict[int, str] = {}  # who sent a malformed mean of a share
-        self.two_faced: set[str] = set()  # who signed two means of one share
+        self.lied: dict[int, str] = {}  # the sender of a share's malformed mean
+        self.two_faced: set[str] = set()  # reducers that signed two means of one share
         self.own: dict[int, Tensor] = {}  # this member's vector of each phase, once it is known
         self.taken: set[int] = set()  # columns whose reducer took our part
         self._judges = setup.robust == "gate" and len(setup.members) >= LEAST_GATED
@@ -369,7 +369,7 @@ class Shares:
 
     # ---- the means -------------------------------------------------------------------------------
     async def add_mean(self, mean: Mean) -> bool:
-        """Take an averaged share, whoever brings it; False if it was here already.
+        """Take an averaged share, whichever member brings it; False if it was here already.
 
         Raises:
             ShareRefused: no share of this attempt, contributors that cannot be, or another one than
@@ -402,7 +402,7 @@ class Shares:
         return self.means.setdefault(mean.part, mean) is mean
 
     async def _compare(self, mean: Mean, values: Tensor) -> None:
-        """Note how a mean lies beside our own values; who has none yet says nothing."""
+        """Note how a mean lies beside our own values, if there are any yet."""
         share, me = self._setup.shares[mean.part], self._setup.me
         own = self.own.get(share.phase)
         if own is None or not self._judges:
@@ -429,7 +429,7 @@ class Shares:
     ) -> None:
         """Look for reducers that gave a member another mean than us; `fetch` asks it for that.
 
-        Whoever told a word without such a mean is asked for nothing more.
+        A member that told a word without such a mean is asked for nothing more.
         """
         for part in unlike_words(words, theirs):
             ours, reducer = self.means.get(part), self._setup.shares[part].reducer
@@ -457,7 +457,7 @@ class Shares:
         found = [self._decoded.pop(part) for part in parts if self._setup.shares[part].numel]
         return torch.cat(found) if found else torch.empty(0)
 
-    # ---- who is to blame -------------------------------------------------------------------------
+    # ---- the members to blame --------------------------------------------------------------------
     def refused(self) -> set[str]:
         senders = {peer for duty in self.columns.values() for peer in duty.refused}
         for part, duty in self._rows.items():
@@ -474,7 +474,7 @@ class Shares:
             }
             blamed |= {shares[part].reducer for part in not_of_ours(there)}
         if self._judges and len(self._setup.grid.rows) == 1:
-            # who took our part has those of others, too
+            # a reducer that took our part has those of others, too
             most = {
                 part
                 for part, mean in self.means.items()

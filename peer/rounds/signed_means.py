@@ -3,10 +3,10 @@ members, and nobody on the way can change them.
 
 A reducer could give half of a group one mean and the other half another one: their records would
 differ, and no vote could ever decide. So before it votes each member tells those near it the
-*words* of the means that it holds, a short hash of each. Who hears another word fetches that mean:
-with two signatures of one reducer under different means it votes against the record and names the
-reducer, as everybody else will; a word without a signature behind it is nobody's fault but its
-sender's.
+*words* of the means that it holds, a short hash of each. A member that hears another word fetches
+that mean: with two signatures of one reducer under different means it votes against the record and
+names the reducer, as everybody else will; a word without a signature behind it is nobody's fault
+but its sender's.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def words_of(means: Mapping[int, Mean], shares: int) -> bytes:
 
 
 def held_by(words: bytes) -> set[int]:
-    """The parts whose means the one holds whose words these are."""
+    """The parts whose means the sender of these words holds."""
     return set(unlike_words(words, bytes(len(words))))
 
 

@@ -4,17 +4,17 @@ was not, and whether it sits out.
 It stands in every record, made of the record before and of the round itself, so all members
 know the same. Four rules rest on it:
 
-- *Voters.* Who was in three records, or in half as many as any other of its group, votes, and the
-  others are judged by it. Whoever else comes adds what it learnt, and no decision waits for it: a
+- *Voters.* A peer that was in three records, or in half as many as any other of its group, votes,
+  and judges the others. Any other peer adds what it learnt, and no decision waits for it: else a
   crowd of fresh keys could commit what it likes, or keep a group from every decision.
 - *Probation.* A fresh key costs nothing. In an average a peer counts in full once it was in as many
   records as the others, or in ten; before that less, and all such peers together at most a third.
-- *Left out.* That an attempt had to be repeated without a peer, in its round or the next one, or
-  went without it since it gave most voters no mean, is nobody's fault once. Again soon, and it sits
-  out the next 2 rounds, then 4, 8, ... 64.
-- *Unheard.* Whose values most of the average lacked in six of its last ten rounds, because reducers
-  left them out or they came too late, sits out likewise; after two who was in no average yet: its
-  key cost nothing, and an exchange waits for it.
+- *Left out.* An attempt had to be repeated without a peer, in its round or the next one, or went
+  without it since it gave most voters no mean. Once, that is nobody's fault. If it soon happens
+  again, the peer sits out the next 2 rounds, then 4, 8, ... 64.
+- *Unheard.* A peer sits out, too, if most of the average lacked its values in six of its last ten
+  rounds, because reducers left them out or they came too late; a peer that was in no average yet,
+  after two: its key cost nothing, and an exchange waits for it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ RECENT_ROUNDS = 3  # whose voters make the next record
 REMEMBERED_ROUNDS = 5  # that an exclusion is, beyond twice what it cost
 FORGOTTEN_ROUNDS = 100  # after which nothing is known of a peer that was away
 MAX_STANDINGS = 320  # peers that a record remembers
-VOTERS_STANDINGS = 240  # of these places, which those have first who could vote
+VOTERS_STANDINGS = 240  # of these places, which peers that could vote have first
 HISTORY = 10  # rounds of a peer
 MOST_UNHEARD = 6  # of them
-MOST_UNHEARD_OF_NEW = 2  # of who was in no average yet
+MOST_UNHEARD_OF_NEW = 2  # of a peer that was in no average yet
 MOST_WEIGHT = 2  # of the group's median
-MOST_TOKENS = 8  # likewise: how much faster one may be, times the rounds that others were heard in
+MOST_TOKENS = 8  # of it, too: how much faster one may be, times the rounds others were heard in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ def following_standings(
     """What the record of a round remembers, sorted by peer.
 
     before: of the record before it. heard: by member, which share of the average holds its values.
-    excluded: whom its attempt left out, since others were void.
+    excluded: peers that its attempt left out, since others were void.
     """
     aged = (each.aged(round_number) for each in before)
     known = {each.peer: each for each in aged if each is not None}
@@ -115,8 +115,8 @@ def follows(
     round_number: int,
     heard: Mapping[str, float],
 ) -> bool:
-    """Whether what a record remembers is what follows from the record before it; whom its attempt
-    left out is all that it may add.
+    """Whether what a record remembers is what follows from the record before it; it may add only
+    the peers that its attempt left out.
     """
     excluded = {
         each.peer for each in after if each.left_out == round_number and each.peer not in heard
@@ -125,25 +125,25 @@ def follows(
 
 
 def voters_before(after: Iterable[Standing], heard: Mapping[str, float]) -> frozenset[str]:
-    """Who voted for a record, of its members, by what it remembers, and in which share of its
-    average each of them was.
+    """The voters among a record's members, by what it remembers, and by the share of its average
+    that each of them was in.
     """
     now = {each.peer: each.credited for each in after}
     return voters({peer: max(0, now.get(peer, 0) - (share > 0)) for peer, share in heard.items()})
 
 
 def sitting_out(before: Iterable[Standing], round_number: int) -> set[str]:
-    """Who takes no part in a round, by the record before it."""
+    """The peers that take no part in a round, by the record before it."""
     return {each.peer for each in before if each.sits_out(round_number)}
 
 
 def of_last_rounds(standings: Iterable[Standing], last_round: int) -> set[str]:
-    """Of whom a record of this round remembers, those whose values an average of the last rounds
-    held, and who were not left out since.
+    """The peers that a record of this round remembers, whose values an average of the last rounds
+    held, and that were not left out since.
 
     More than half of those that have a vote and are there must be in the next group. Were it those
-    of the last record alone, who gathers a group could leave some out of that, and the next one
-    out of the rest.
+    of the last record alone, a peer that gathers a group could leave some out of that, and the next
+    one out of the rest.
     """
     return {
         each.peer
@@ -154,7 +154,7 @@ def of_last_rounds(standings: Iterable[Standing], last_round: int) -> set[str]:
 
 
 def ever_credited(standings: Iterable[Standing]) -> set[str]:
-    """Of whom a record remembers, those whose values some average held."""
+    """The peers that a record remembers and whose values some average held."""
     return {each.peer for each in standings if each.credited}
 
 
@@ -168,8 +168,8 @@ def credits(
 
 
 def voters(credited: Mapping[str, int], among: Collection[str] | None = None) -> frozenset[str]:
-    """Those of a group who decide, by what `credits` says of them. among: by whom they are
-    measured, if not by all.
+    """Those of a group that decide, by what `credits` says of them. among: the peers that they are
+    measured by, if not all.
     """
     most = max((credited[peer] for peer in (credited if among is None else among)), default=0)
     least = min(VOTING_RECORDS, most // 2)
@@ -177,10 +177,10 @@ def voters(credited: Mapping[str, int], among: Collection[str] | None = None) ->
 
 
 def most_tokens(tokens: Mapping[str, int], voting: Collection[str], cap: int) -> dict[str, int]:
-    """The most tokens that each member of a group is believed, by what those state who vote.
+    """The most tokens that each member of a group is believed, by what its voters state.
 
     Nobody sees another one learn. But all had the same time for it, the clock of the others is what
-    they learnt in it, and nobody is faster than that without end. Those who have no vote, whose
+    they learnt in it, and nobody is faster than that without end. Members without a vote, whose
     keys cost nothing, are together believed as much as one of the others may be, or as all of these
     learnt: the run ends by the sum of all. Of what is believed it is the same once more. cap: what
     nobody can have more of.
@@ -194,7 +194,7 @@ def most_tokens(tokens: Mapping[str, int], voting: Collection[str], cap: int) ->
 
 def bounded_weights(tokens: Mapping[str, int], credited: Mapping[str, int]) -> dict[str, int]:
     """What each member counts in an average, in a unit of their own: its tokens, no more than twice
-    the median of those who vote, and less on probation. credited: of some of them, as `credits`.
+    the voters' median, and less on probation. credited: of some of them, as `credits`.
     """
     credited = {peer: credited.get(peer, 0) for peer in tokens}
     most = int(MOST_WEIGHT * median(tokens[peer] for peer in voters(credited)))

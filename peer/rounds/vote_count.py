@@ -1,12 +1,11 @@
-"""How a group decides its round: who may start, the majority vote, and whom a retry leaves out.
+"""How a group decides its round: when it may start, the majority vote, and what a retry leaves out.
 
 Every member casts one signed, final vote per attempt: the digest of the record it made, or ABORT
-with the members whose bytes it missed. The votes of those count who are proven (standing.py), its
-*voters*. More than half of the gathered voters for one digest commit the round, half of them
-aborting make it void, and the dead count among them: so no two members can ever decide differently,
-whichever votes are lost on the way. (An earlier rule, "all
-that I see alive agree", committed here and voided there in 268 of 1024 patterns of cut links
-between four members.)
+with the members whose bytes it missed. Only the votes of the group's *voters* count, its proven
+members (standing.py). More than half of the gathered voters for one digest commit the round, half
+of them aborting make it void, and the dead count among them: so no two members can ever decide
+differently, whichever votes are lost on the way. (An earlier rule, "all that I see alive agree",
+committed here and voided there in 268 of 1024 patterns of cut links between four members.)
 
 Pure rules over facts: nothing here reads a clock, a disk or a socket. How votes are signed, and
 prove a record, is ballots.py.
@@ -55,8 +54,8 @@ def decide(voters: Collection[str], votes: Iterable[Vote]) -> Decision:
     """What these votes decide.
 
     Further votes change an UNDECIDED only. Votes of others do not count, a repeated vote counts
-    once, and whoever is seen to vote for two different things counts as dead, so that the order in
-    which votes arrive decides nothing.
+    once, and a voter that is seen to vote for two different things counts as dead, so that the
+    order in which votes arrive decides nothing.
     """
     chosen = choices(voters, votes)
     for digest, count in Counter(chosen.values()).items():
@@ -79,15 +78,15 @@ def choices(voters: Collection[str], votes: Iterable[Vote]) -> dict[str, str | N
 def exclusion(
     aborts: Iterable[Vote], silent: Collection[str], voters: Collection[str]
 ) -> tuple[str, ...]:
-    """Whom a retry leaves out: who has no vote and was missed by two who have one (by one, where
+    """The peers that a retry leaves out: those without a vote that two voters missed (or one, where
     only one missed anybody), and the smallest set of voters that covers every pair of a voter and
     another one that it missed. Returned sorted.
 
     Keys without a vote cost nothing: of more of them than there are voters, all silent, the voters
     would be the smaller set, and one that is sound to all but one would have that left out. They
     average nothing in a retry, so that one which stays voids nothing. Where several sets are the
-    smallest, peers are ranked, the silent ones (who cast no vote) before the others and the larger
-    id before the smaller, and the set that comes first in the dictionary of that alphabet wins.
+    smallest, peers are ranked, the silent ones (without a vote cast) before the others and the
+    larger id before the smaller, and the set that comes first in that dictionary order wins.
 
     Exact where the answer is among the first EXCLUSION_WORK sets, the smaller sets first: always
     with up to 12 peers in the pairs, and with more as long as few are to blame. Beyond that, the
@@ -135,11 +134,11 @@ def may_start(
     """Whether a gathered group may begin its exchange; if not, all leave before a byte is sent.
 
     `view_of[m]` are the peers that member m counts: those whose stage record says that they train
-    or hold unsent tokens, itself included. Whoever is in the group is there, whatever a view says.
-    The group must hold more than half of the voters of late that are there, or counted
-    by at least half of those that are there: one member's word for peers that nobody else sees is
-    not enough, and who is new has none. (So where most of those that are there see nobody of the
-    rest, who may be cut off from them, both may start, as when all announcements have lapsed; the
+    or hold unsent tokens, itself included. A member of the group is there, whatever a view says.
+    The group must hold more than half of the voters of late that are there, or counted by at least
+    half of those that are there: one member's word for peers that nobody else sees is not enough,
+    and a new member's does not count. (So where most of those that are there see nobody of the
+    rest, which may be cut off from them, both may start, as when all announcements have lapsed; the
     operator's archive takes one record.)
 
     A group without any of them (the chain is empty, or they are gone) must hold more than half of
@@ -160,8 +159,8 @@ def counted_by(
     view_of: Mapping[str, Collection[str]],
     recent_voters: Collection[str],
 ) -> set[str]:
-    """Whom at least half of a group count: of those in it that are among the voters of
-    late, or of all where none is.
+    """The peers that at least half of a group count: half of its voters of late, or of all its
+    members where it has none.
     """
     heard = set(members) & set(recent_voters) or set(members)
     told = Counter(peer for member in heard for peer in set(view_of[member]))

@@ -239,7 +239,7 @@ class _ReadAhead:
                     break
                 if item is not None:
                     self._queue.put(item)
-        except BaseException as error:  # noqa: BLE001 - a panic of the tokenizer's, too: for who asks
+        except BaseException as error:  # noqa: BLE001 - a panic of the tokenizer, too: for the caller
             self._queue.put(error)
         atexit.unregister(self._end)
 
@@ -255,7 +255,7 @@ class _Coming:
 
 @dataclass(frozen=True, kw_only=True)
 class _PartReader:
-    """Makes buffers of the documents of one part; knows nothing of who asks, who may be gone."""
+    """Makes buffers of one part's documents; knows nothing of its caller, which may be gone."""
 
     source: MixedSource
     tokenizer: Tokenizer

@@ -1,5 +1,5 @@
 """What is dealt out to data parts: files, or pieces of long ones, and how pieces are read. Apart
-from data_sources.py: a source says where documents are, this which of them are whose.
+from data_sources.py: a source says where documents are, this says which part each belongs to.
 
 A piece of text is a document. Pieces of JSON lines are ranges of bytes that begin with a
 line, and pieces of Parquet row groups. Compressed files, JSON that
@@ -116,7 +116,7 @@ def _is_lines(file: Piece) -> bool:
 
 def _cut_lines(files: Sequence[Piece], parts: int) -> list[Piece]:
     """Files of lines in pieces that begin with one: cut in its middle, a long line would leave
-    pieces without any, and whoever got only such nothing to train on.
+    pieces without any, and a part of only such pieces nothing to train on.
     """
     ends = {file.path: file.stop for file in files}
     pieces: list[Piece] = []

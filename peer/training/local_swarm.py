@@ -1,9 +1,9 @@
-"""A swarm in one process, for who studies the method: merge, outer step and codecs are those of
+"""A swarm in one process, for studies of the method: merge, outer step and codecs are those of
 peers, and there is no network. docs/library.md shows it; the benchmarks of the loss are made of it.
 
 A record reaches all workers `arrival` inner steps after its send. What an exchange would move is
-encoded, averaged and decoded as a group does it, and counted. Who trains, and on what, is the
-caller's affair.
+encoded, averaged and decoded as a group does it, and counted. The caller decides which workers
+train, and on what.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The training loop of a peer: inner steps with its replica, and what comes between them.
 
 Runs in the main thread (`train` in roles.py). A peer of stage 0 forms a replica and leads it; a
-peer of another stage serves the head that recruited it. Who is in no replica follows the records
+peer of another stage serves the head that recruited it. A peer in no replica follows the records
 and waits: heads for free peers, others for a head. Records and sends are `Learner`'s.
 
 `Learner` is what a peer's stage learns between two inner steps: records come in, sends go out. All
@@ -416,7 +416,7 @@ class Learner:
         )
         self._unsaved[record.round] = event.payload_bytes
         rounds = self._manifest.rounds
-        # who only follows has a log that is pruned all the same
+        # a peer that only follows has a log that is pruned all the same
         unsaved = [size for number, size in self._unsaved.items() if number > self._snapshots.round]
         kept_bytes = max(rounds.log_bytes, RECORDS_NEEDED * event.payload_bytes)
         used = max(len(unsaved) / rounds.records_kept, sum(unsaved) / max(1, kept_bytes))

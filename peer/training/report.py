@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 STATUS_PERIOD_S = 1.0
 CONTRIBUTION_EVERY = 100  # rounds with tokens of this peer
-TAKEN_ROUNDS, TAKEN_S = 100, 600.0  # of who only follows a line comes after so many, or so long
+TAKEN_ROUNDS, TAKEN_S = 100, 600.0  # a peer that only follows logs a line after so many, so long
 UNCOUNTED = {"undone": " (without yours, which go with a later one)", "repeated": " (again)"}
 
 

@@ -390,7 +390,7 @@ def train(learner: Learner, role: Leading | Serving, stop: threading.Event) -> N
 
     Raises:
         Move: this peer should start anew as a peer of another stage; everything is on disk.
-        Revised: likewise, as a peer of the same stage.
+        Revised: this peer should start anew as a peer of the same stage; all is on disk.
         CannotFollow: the run goes on without this peer.
     """
     move: Move | Revised | CannotFollow | None = None

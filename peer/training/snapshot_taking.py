@@ -9,8 +9,8 @@ so a restart repeats the data of the steps since. Whatever else happens to the s
 record, an undone send) first interrupts the snapshot, of which nothing stays; the next one is
 written twice as fast.
 
-Who finds a line of the journal after a restart was killed after a send: what it sent may be in a
-record, and the state on disk still holds it as unsent. It goes on from the anchor, so that nothing
+A peer that finds a line of the journal after a restart was killed after a send: what it sent may be
+in a record, and the state on disk still holds it as unsent. It goes on from the anchor, so nothing
 is sent twice. Each line names the snapshot that was begun last when it was written; a snapshot with
 a higher number was begun later, and holds that send already.
 """
@@ -196,7 +196,7 @@ class Snapshots:
         return tensors | shared, snapshot.facts["merge"]
 
     def inner_state(self) -> InnerState:
-        """The inner optimizer's state of the snapshot that was found; to be copied, likewise."""
+        """The inner optimizer's state of the snapshot that was found: to be copied, not kept."""
         snapshot = self._snapshot()
         return InnerState(tensors=_named(snapshot, "inner."), values=snapshot.facts["inner"])
 
@@ -339,8 +339,8 @@ class JournaledSend:
 class Journal:
     """The file; one process writes it. Its last line is the sha256 of those before it.
 
-    One that cannot be read names a send since every snapshot: who cannot know whether something was
-    sent must not send it again.
+    One that cannot be read names a send since every snapshot: a peer that cannot know whether
+    something was sent must not send it again.
     """
 
     def __init__(self, path: Path):

@@ -15,6 +15,7 @@ from dilocox.dht.identity import Identity, peer_id_of
 from dilocox.dht.invite import run_id
 from dilocox.dht.manifest import Manifest, SignedManifest, preset_names
 from dilocox.dht.manifest_revisions import admitting, in_state, revoking
+from tests.clocks import TestClock
 
 PEER, OTHER = (peer_id_of(bytes([number]) * 32) for number in (1, 2))
 TODAY = 20_000
@@ -22,36 +23,31 @@ OPEN = Manifest.from_dict({"name": "run", "model": preset_names()[0], "end_token
 LISTED = replace(OPEN, admission="listed")
 
 
-class Clock:
-    """Run time."""
-
-    def __init__(self) -> None:
-        self.seconds = TODAY * DAY_S + 60.0
-
-    def __call__(self) -> float:
-        return self.seconds
+def today() -> TestClock:
+    """A minute after the day began."""
+    return TestClock(TODAY * DAY_S + 60.0)
 
 
-def admission(manifest: Manifest, clock: Clock, operator: str = OTHER) -> Admission:
-    return Admission("0" * 32, manifest, operator, clock)
+def admission(manifest: Manifest, clock: TestClock, operator: str = OTHER) -> Admission:
+    return Admission("0" * 32, manifest, operator, clock.time)
 
 
 def test_an_open_run_admits_everybody_whoever_is_listed() -> None:
-    assert admission(OPEN, Clock()).admits(PEER)
-    assert admission(admitting(OPEN, {PEER: TODAY + 1}, TODAY), Clock()).refusal(OTHER) is None
+    assert admission(OPEN, today()).admits(PEER)
+    assert admission(admitting(OPEN, {PEER: TODAY + 1}, TODAY), today()).refusal(OTHER) is None
 
 
 def test_a_listed_run_admits_its_operator_and_those_it_listed_until_their_day() -> None:
-    clock = Clock()
+    clock = today()
     asked = admission(LISTED, clock)
     assert asked.admits(OTHER), "the operator's own bootstrap"
     with pytest.raises(NotAdmitted, match=f"not, or no longer, among them: .*operate admit {PEER}"):
         raise asked.refusal(PEER) or AssertionError
     asked.take(admitting(LISTED, {PEER: TODAY + 2}, TODAY))
     assert asked.admits(PEER)
-    clock.seconds += 2 * DAY_S - 61
+    clock.now += 2 * DAY_S - 61
     assert asked.admits(PEER)
-    clock.seconds += 2
+    clock.now += 2
     with pytest.raises(NotAdmitted, match="no longer"):
         raise asked.refusal(PEER) or AssertionError
 
@@ -68,7 +64,7 @@ def test_the_list_is_no_new_rules_and_forgets_those_whose_days_are_over() -> Non
 
 def test_who_is_revoked_is_not_admitted_and_who_never_was_is_named() -> None:
     both = admitting(LISTED, {PEER: TODAY + 1, OTHER: TODAY + 1}, TODAY)
-    asked = admission(revoking(both, [PEER]), Clock())
+    asked = admission(revoking(both, [PEER]), today())
     assert asked.admits(OTHER)
     assert not asked.admits(PEER)
     with pytest.raises(InvalidInput, match=f"{PEER} is not admitted"):
@@ -94,7 +90,7 @@ def test_another_process_of_the_peer_follows_the_revision_that_is_kept(
     monkeypatch.setattr(admission_module, "FOLLOW_S", 0.0)
     identity, kept = Identity.load_or_create(tmp_path / "key"), tmp_path / "newer"
     run = run_id(identity.public_key, LISTED.name)
-    asked = Admission(run, LISTED, identity.peer_id, Clock(), kept)
+    asked = Admission(run, LISTED, identity.peer_id, today().time, kept)
     assert not asked.admits(PEER)
 
     def keep(by: Identity, manifest: Manifest) -> None:

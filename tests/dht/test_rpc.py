@@ -26,6 +26,7 @@ from dilocox.dht.rpc import (
     answer_of,
 )
 from dilocox.dht.upload_limit import UploadLimit
+from tests.clocks import TestClock
 
 CHUNK, RATE = 1000, 50_000.0  # a chunk takes 20 ms
 
@@ -140,15 +141,14 @@ def test_what_p2pd_says_of_a_peer_is_said_in_words(error: Exception, words: str)
 def test_a_download_that_comes_too_slowly_is_given_up_where_that_was_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    now = [0.0]
-    clock = SimpleNamespace(monotonic=lambda: now[0])
+    clock = TestClock(0.0)
     monkeypatch.setattr(rpc, "time", clock)
     chunks = 300
 
     async def answer() -> AsyncIterator[Any]:
         yield answer_of({"bytes": chunks * CHUNK})
         for number in range(chunks):
-            now[0] += 1.0 if number < 90 else 10.0  # then it becomes slow
+            clock.now += 1.0 if number < 90 else 10.0  # then it becomes slow
             yield answer_of({}, bytes(CHUNK))
 
     async def opened(*_: Any) -> AsyncIterator[Any]:
@@ -173,7 +173,7 @@ def test_a_download_that_comes_too_slowly_is_given_up_where_that_was_asked_for(
         try:
             asyncio.run(cast("Coroutine[Any, Any, Any]", fetching))
         except TooSlow:
-            assert now[0] > 0
+            assert clock.now > 0
         return len(taken)
 
     assert fetch(0.0) == fetch(0.9 * CHUNK / 10) == chunks
@@ -187,14 +187,10 @@ async def send(limit: UploadLimit, chunks: int, *, first: bool) -> None:
 
 
 # ---- how often one peer may ask ------------------------------------------------------------------
-class Clock:
-    now = 1000.0
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(rpc, "time", SimpleNamespace(monotonic=lambda: clock.now))
+def clock(monkeypatch: pytest.MonkeyPatch) -> TestClock:
+    clock = TestClock()
+    monkeypatch.setattr(rpc, "time", clock)
     return clock
 
 
@@ -207,7 +203,7 @@ def is_refused(limit: RequestLimit, asker: str) -> bool:
     return False
 
 
-def test_one_asker_has_so_many_requests_in_a_while_and_others_have_theirs(clock: Clock) -> None:
+def test_one_asker_has_so_many_requests_in_a_while_and_others_have_theirs(clock: TestClock) -> None:
     limit = RequestLimit(3, 10.0)
     assert [is_refused(limit, "greedy") for _ in range(5)] == [False] * 3 + [True] * 2
     assert not is_refused(limit, "honest")
@@ -217,7 +213,7 @@ def test_one_asker_has_so_many_requests_in_a_while_and_others_have_theirs(clock:
     assert [is_refused(limit, "greedy") for _ in range(4)] == [False] * 3 + [True]
 
 
-def test_a_crowd_of_askers_takes_no_memory_and_holds_up_nobody(clock: Clock) -> None:
+def test_a_crowd_of_askers_takes_no_memory_and_holds_up_nobody(clock: TestClock) -> None:
     limit = RequestLimit(3, 10.0)
     assert not any(is_refused(limit, f"key {number}") for number in range(3 * MAX_ASKERS))
     assert len(vars(limit)["_asked"]) <= MAX_ASKERS

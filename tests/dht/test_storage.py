@@ -10,20 +10,17 @@ from hivemind.utils import timed_storage
 from dilocox.dht import storage as bounds
 from dilocox.dht.rpc import NODE_REFUSALS, Counts
 from dilocox.dht.storage import BoundedStorage
+from tests.clocks import TestClock
 
 NOW = 1_000_000.0
 LATER = NOW + 60.0
 VALUE = bytes(1000)
 
 
-class Clock:
-    now = NOW
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(timed_storage, "get_dht_time", lambda: clock.now)
+def clock(monkeypatch: pytest.MonkeyPatch) -> TestClock:
+    clock = TestClock(NOW)
+    monkeypatch.setattr(timed_storage, "get_dht_time", clock.time)
     return clock
 
 
@@ -33,7 +30,7 @@ def refused() -> Counts:
 
 
 @pytest.fixture
-def kept(clock: Clock, refused: Counts) -> BoundedStorage:
+def kept(clock: TestClock, refused: Counts) -> BoundedStorage:
     return BoundedStorage(refused)
 
 
@@ -59,7 +56,7 @@ def held(kept: BoundedStorage) -> int:
     )
 
 
-def test_values_are_kept_and_replaced_by_later_ones(kept: BoundedStorage, clock: Clock) -> None:
+def test_values_are_kept_and_replaced_by_later_ones(kept: BoundedStorage, clock: TestClock) -> None:
     assert kept.store_subkey(key(1), b"a", b"first", LATER)
     assert kept.store_subkey(key(1), b"b", b"other", LATER)
     assert not kept.store_subkey(key(1), b"a", b"same time", LATER)
@@ -100,7 +97,7 @@ def test_an_owner_has_no_more_than_its_bytes(kept: BoundedStorage) -> None:
 
 
 def test_a_crowd_of_new_keys_takes_no_place_of_those_before_it(
-    kept: BoundedStorage, refused: Counts, clock: Clock
+    kept: BoundedStorage, refused: Counts, clock: TestClock
 ) -> None:
     value = bytes(bounds.BYTES_OF_ALL // 128 - bounds.VALUE_BYTES)
     honest = [b"peer-%d" % number for number in range(64)]
@@ -130,7 +127,7 @@ def test_what_is_written_again_and_again_takes_no_more_room(kept: BoundedStorage
 
 
 def test_owners_have_their_place_in_the_order_in_which_they_came(
-    kept: BoundedStorage, clock: Clock
+    kept: BoundedStorage, clock: TestClock
 ) -> None:
     for owner in (b"first", b"second", b"third"):
         kept.store(key(1), VALUE, LATER, subkey=owner)

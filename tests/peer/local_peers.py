@@ -12,7 +12,7 @@ from dilocox.dht.invite import Invite
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.options import PeerOptions
-from tests.peer.clocks import TestClock
+from tests.clocks import TestClock
 from tests.peer.fabricated import peer_id
 
 RUN = "f" * 32

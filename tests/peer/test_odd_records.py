@@ -31,7 +31,7 @@ from dilocox.peer.monitor.status import metrics_of
 from dilocox.peer.rounds.round_end import MAX_AHEAD, RoundKeeper, newest_credible
 from dilocox.pipeline.candidates import Vacancies, candidates, missing, unfilled
 from dilocox.pipeline.stage_choice import Mover, choose_stage, next_move
-from tests.peer.clocks import TestClock
+from tests.clocks import TestClock
 from tests.peer.fabricated import NOW, RUN, ToldSwarm, claim_record, digest, trained
 from tests.peer.kept_chains import ChainMaker, manifest_of
 from tests.peer.local_peers import local_peer

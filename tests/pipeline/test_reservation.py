@@ -16,19 +16,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from dilocox.pipeline.frames import Frame, FrameRefused
 from dilocox.pipeline.reservation import LEASE_S, Assignment, Reservation
+from tests.clocks import TestClock
 from tests.pipeline.wires import over_the_wire
 
 HEADS = ("A", "B")
-
-
-class Clock:
-    """Seconds that pass only when told."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def assignment(head: str = "A", epoch: int = 1, **fields: Any) -> Assignment:
@@ -52,8 +43,8 @@ def ask(reservation: Reservation, kind: str, head: str, **facts: object) -> Fram
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> TestClock:
+    return TestClock()
 
 
 @pytest.fixture
@@ -62,11 +53,13 @@ def changes() -> list[str]:
 
 
 @pytest.fixture
-def reservation(clock: Clock, changes: list[str]) -> Reservation:
+def reservation(clock: TestClock, changes: list[str]) -> Reservation:
     def on_change() -> None:
         changes.append(reservation.state)  # reads the reservation: it is called without the lock
 
-    reservation = Reservation(me="me", stage=1, num_stages=3, clock=clock, on_change=on_change)
+    reservation = Reservation(
+        me="me", stage=1, num_stages=3, clock=clock.monotonic, on_change=on_change
+    )
     reservation.open({"anchor_round": 7})
     return reservation
 
@@ -118,7 +111,7 @@ def test_the_second_head_gets_a_refusal_and_the_first_may_ask_again(
 
 
 def test_who_holds_a_peer_for_nothing_leaves_it_to_others(
-    reservation: Reservation, clock: Clock
+    reservation: Reservation, clock: TestClock
 ) -> None:
     """A stranger that reserves it again and again, and never comes, has it a third of the time."""
     reservation.open({})
@@ -134,7 +127,7 @@ def test_who_holds_a_peer_for_nothing_leaves_it_to_others(
 
 @pytest.mark.parametrize("known", [False, True], ids=["any head", "a head that learns goes first"])
 def test_a_crowd_of_keys_holds_a_spare_for_ever_only_where_no_head_goes_first(
-    clock: Clock, known: bool
+    clock: TestClock, known: bool
 ) -> None:
     """Each key reserves the spare, makes it a member of its replica, and nothing comes of it, for
     which the spare leaves it after a while. The head that learns asks as often as heads do.
@@ -143,7 +136,7 @@ def test_a_crowd_of_keys_holds_a_spare_for_ever_only_where_no_head_goes_first(
         me="me",
         stage=1,
         num_stages=3,
-        clock=clock,
+        clock=clock.monotonic,
         proven=lambda: {"A"} if known else (),
         on_change=lambda: None,
     )
@@ -164,14 +157,14 @@ def test_a_crowd_of_keys_holds_a_spare_for_ever_only_where_no_head_goes_first(
 
 
 def test_a_head_that_learns_takes_a_reservation_over_and_who_is_new_waits_for_it(
-    clock: Clock,
+    clock: TestClock,
 ) -> None:
     proven = set[str]()
     peer = Reservation(
         me="me",
         stage=1,
         num_stages=3,
-        clock=clock,
+        clock=clock.monotonic,
         proven=lambda: proven,
         turn_s=30.0,
         on_change=lambda: None,
@@ -395,12 +388,12 @@ class TwoHeads(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.clock = Clock()
+        self.clock = TestClock()
         self.reservation = Reservation(
             me="me",
             stage=1,
             num_stages=3,
-            clock=self.clock,
+            clock=self.clock.monotonic,
             on_change=lambda: None,
         )
         self.reservation.open({})

@@ -28,7 +28,7 @@ from dilocox.peer.averaging.follower import ChainFollower
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.rounds.round_end import bells_to_read
 from dilocox.peer.rounds.standing import Standing
-from tests.peer.clocks import TestClock
+from tests.clocks import TestClock
 from tests.peer.local_peers import MANIFEST, RUN, local_peer
 from tests.pipeline.swarms import bell_record, stage_record
 

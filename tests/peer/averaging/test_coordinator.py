@@ -20,7 +20,7 @@ from dilocox.peer.averaging.coordinator import Coordinator, WorkerThread
 from dilocox.peer.averaging.events import Committed, Resynced
 from dilocox.peer.chain.chain_client import TakenState
 from dilocox.peer.rounds.record import SendFacts
-from tests.peer.clocks import TestClock
+from tests.clocks import TestClock
 from tests.peer.kept_chains import ChainMaker, manifest_of
 from tests.peer.local_peers import local_peer
 

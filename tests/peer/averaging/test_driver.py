@@ -32,7 +32,7 @@ from dilocox.peer.rounds.group import (
 from dilocox.peer.rounds.record import SendFacts
 from dilocox.peer.rounds.standing import Standing
 from dilocox.peer.rounds.vote_count import Verdict
-from tests.peer.clocks import TestClock
+from tests.clocks import TestClock
 from tests.peer.local_peers import MANIFEST, local_peer
 from tests.pipeline.swarms import stage_record
 

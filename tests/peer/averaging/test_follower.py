@@ -20,7 +20,7 @@ from dilocox.peer.averaging.events import Committed, EventQueue, Resynced
 from dilocox.peer.averaging.follower import ChainFollower
 from dilocox.peer.chain.chain_client import ChainEnd, CountedRounds, NoState, Reached, TakenState
 from dilocox.peer.rounds.record import RecordRefused
-from tests.peer.clocks import TestClock
+from tests.clocks import TestClock
 from tests.peer.kept_chains import ChainMaker, manifest_of
 
 STATE_BYTES = 1000

@@ -37,7 +37,7 @@ from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.chain.uploads import Source
 from dilocox.peer.rounds.outer_step import OuterStep
 from dilocox.pipeline.stage import build_stage, flatten_parameters, stage_layout
-from tests.peer.clocks import TestClock
+from tests.clocks import TestClock
 from tests.peer.kept_chains import MODEL, RUN, ChainMaker
 from tests.peer.memory_swarm import Find, MemorySwarm, on_any_chain
 

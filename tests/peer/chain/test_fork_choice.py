@@ -24,7 +24,7 @@ from dilocox.peer.chain.fork_choice import (
     wins,
 )
 from dilocox.peer.chain.store import RoundLog, Tip
-from tests.peer.clocks import TestClock
+from tests.clocks import TestClock
 
 LIFETIME_S = 60.0
 HEAD = Tip(round=4, digest="aa", chain_tokens=500, record_bytes=10)

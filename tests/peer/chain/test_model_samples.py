@@ -22,8 +22,8 @@ from dilocox.peer.chain.round_history import (
     parsed_sample,
 )
 from dilocox.peer.os_process import Child, start_process
+from tests.clocks import TestClock
 from tests.dht.processes import wait_until
-from tests.peer.clocks import TestClock
 from tests.peer.fabricated import INVITE, NOW, ToldSwarm, digest, manifest_of
 
 PROMPT = "--once <b>upon</b>"

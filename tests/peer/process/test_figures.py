@@ -39,9 +39,10 @@ from dilocox.peer.rounds.record import RecordRefused
 from dilocox.peer.training import report
 from dilocox.peer.training.report import LoopMeter, Reporter
 from dilocox.pipeline.messages import Stepped
+from tests.clocks import TestClock
 from tests.peer.local_peers import local_peer
 from tests.peer.loops import Loop
-from tests.peer.training.test_report import REPORT, STATUS, Clock
+from tests.peer.training.test_report import REPORT, STATUS
 
 PEER = "12D3KooWEXWcUQWJ6amCxHKtPFrcNxgepcmy7YXo7tirWjgiJ9Fr"
 
@@ -71,14 +72,14 @@ def test_counts_and_vectors_of_a_peer_are_seen_by_both_sides_of_a_fork() -> None
 
 # ---- waiting -------------------------------------------------------------------------------------
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> TestClock:
+    clock = TestClock()
     monkeypatch.setattr(report, "time", clock)
     return clock
 
 
 @pytest.fixture
-def meter(clock: Clock, tmp_path: Path) -> LoopMeter:
+def meter(clock: TestClock, tmp_path: Path) -> LoopMeter:
     return LoopMeter(reporter=Reporter(tmp_path), sent=dict[str, int], numel=10)
 
 
@@ -90,7 +91,7 @@ def waited(meter: LoopMeter) -> dict[str, float]:
     return {str(reason): spent_s for reason, spent_s in meter.waiting_s.items() if spent_s}
 
 
-def test_waiting_counts_once_for_the_inner_reason(meter: LoopMeter, clock: Clock) -> None:
+def test_waiting_counts_once_for_the_inner_reason(meter: LoopMeter, clock: TestClock) -> None:
     with meter.waiting("send"):
         clock.now += 2
         with meter.waiting("record"):
@@ -106,7 +107,7 @@ def test_waiting_counts_once_for_the_inner_reason(meter: LoopMeter, clock: Clock
 
 
 def test_the_stall_of_a_round_is_what_its_send_and_its_merges_took(
-    meter: LoopMeter, clock: Clock
+    meter: LoopMeter, clock: TestClock
 ) -> None:
     with meter.waiting("join"), meter.waiting("merge"):
         clock.now += 50
@@ -124,7 +125,7 @@ def test_the_stall_of_a_round_is_what_its_send_and_its_merges_took(
         assert meter.stall_s == send_s + merge_s
 
 
-def test_a_wait_that_fails_counts_too(meter: LoopMeter, clock: Clock) -> None:
+def test_a_wait_that_fails_counts_too(meter: LoopMeter, clock: TestClock) -> None:
     with pytest.raises(RuntimeError), meter.waiting("merge"):
         clock.now += 4
         raise RuntimeError
@@ -132,7 +133,7 @@ def test_a_wait_that_fails_counts_too(meter: LoopMeter, clock: Clock) -> None:
     assert waited(meter) == {"merge": 4}
 
 
-def test_all_time_is_computing_or_waiting_for_something(meter: LoopMeter, clock: Clock) -> None:
+def test_all_time_is_computing_or_waiting_for_something(meter: LoopMeter, clock: TestClock) -> None:
     computed = 0.0
     meter.computing_s = lambda: computed
     began = clock.now

@@ -7,7 +7,7 @@ import pytest
 from dilocox.dht.records import MAX_INDEX, BellRecord, ReplicaRecord, bell_key, parse_key
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.rounds.round_end import NEW_SHARE, NOTICE_S, RoundKeeper
-from tests.peer.clocks import TestClock
+from tests.clocks import TestClock
 from tests.pipeline.swarms import bell_record, replica_record
 
 VIEW = SwarmView(me="me")

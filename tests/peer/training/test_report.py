@@ -27,26 +27,15 @@ from dilocox.peer.training.report import (
     event_in_words,
 )
 from dilocox.pipeline.messages import Stepped
+from tests.clocks import TestClock
 from tests.peer.members import template
 
 NUMEL = 1000
 
 
-class Clock:
-    """time.monotonic as the test turns it."""
-
-    now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def time(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> TestClock:
+    clock = TestClock()
     monkeypatch.setattr(report_module, "time", clock)
     return clock
 
@@ -62,7 +51,7 @@ def sent_by_kind(total: torch.Tensor) -> dict[str, int]:
 
 
 @pytest.fixture
-def meter(clock: Clock, sent_bytes: torch.Tensor, tmp_path: Path) -> LoopMeter:
+def meter(clock: TestClock, sent_bytes: torch.Tensor, tmp_path: Path) -> LoopMeter:
     meter = LoopMeter(
         reporter=Reporter(tmp_path), sent=lambda: sent_by_kind(sent_bytes), numel=NUMEL
     )
@@ -95,7 +84,7 @@ def events(folder: Path, kind: str = "round") -> list[dict[str, Any]]:
 
 
 def test_a_round_line_holds_the_steps_loss_and_bytes_of_that_round(
-    meter: LoopMeter, clock: Clock, sent_bytes: torch.Tensor, tmp_path: Path
+    meter: LoopMeter, clock: TestClock, sent_bytes: torch.Tensor, tmp_path: Path
 ) -> None:
     for loss in (4.0, 2.0):
         meter.stepped(step(loss), 64, 0.5)
@@ -120,7 +109,7 @@ def test_a_round_line_holds_the_steps_loss_and_bytes_of_that_round(
 
 
 def test_bytes_and_waiting_are_counted_once_from_line_to_line(
-    meter: LoopMeter, clock: Clock, sent_bytes: torch.Tensor, tmp_path: Path
+    meter: LoopMeter, clock: TestClock, sent_bytes: torch.Tensor, tmp_path: Path
 ) -> None:
     for round_number, (waited, worked, sent) in enumerate([(2, 8, 300), (0, 5, 0), (1, 1, 50)]):
         with meter.waiting("send"):
@@ -134,7 +123,7 @@ def test_bytes_and_waiting_are_counted_once_from_line_to_line(
 
 
 def test_waiting_before_training_begins_does_not_count(
-    clock: Clock, sent_bytes: torch.Tensor, tmp_path: Path
+    clock: TestClock, sent_bytes: torch.Tensor, tmp_path: Path
 ) -> None:
     meter = LoopMeter(
         reporter=Reporter(tmp_path), sent=lambda: sent_by_kind(sent_bytes), numel=NUMEL
@@ -221,7 +210,7 @@ def test_the_status_says_in_which_replica_a_peer_is_or_that_it_is_spare(
 
 # ---- what it gave --------------------------------------------------------------------------------
 def test_what_a_peer_gave_is_counted_from_when_it_joined_and_goes_on_after_a_restart(
-    clock: Clock, sent_bytes: torch.Tensor, tmp_path: Path
+    clock: TestClock, sent_bytes: torch.Tensor, tmp_path: Path
 ) -> None:
     def started() -> LoopMeter:
         return LoopMeter(
@@ -437,7 +426,7 @@ def test_catching_up_is_one_line_and_digests_are_for_those_who_look_for_faults(
 
 
 def test_who_only_follows_says_so_at_once_and_then_every_hundred_rounds_or_ten_minutes(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: Clock
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: TestClock
 ) -> None:
     reporter, taken = Reporter(tmp_path), replace(REPORT, outcome="followed", tokens=0)
     with caplog.at_level(logging.INFO, logger="dilocox.peer.training.report"):

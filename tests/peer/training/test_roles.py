@@ -22,7 +22,7 @@ from dilocox.pipeline.frames import Frame
 from dilocox.pipeline.head import Head
 from dilocox.pipeline.messages import Stepped
 from dilocox.pipeline.reservation import Reservation
-from tests.peer.clocks import TestClock
+from tests.clocks import TestClock
 from tests.peer.loops import ME, Loop, manifest
 from tests.sweeps import sweep
 

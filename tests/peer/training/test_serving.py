@@ -20,7 +20,7 @@ from dilocox.pipeline.frames import Frame
 from dilocox.pipeline.member import Follower, Member
 from dilocox.pipeline.messages import Stepped
 from dilocox.pipeline.reservation import Assignment, Reservation
-from tests.peer.clocks import TestClock
+from tests.clocks import TestClock
 from tests.peer.loops import ME, Loop, manifest
 from tests.pipeline.swarms import stage_record
 

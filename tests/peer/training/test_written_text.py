@@ -11,7 +11,7 @@ from torch import Tensor
 from dilocox.peer.training import data as data_module
 from dilocox.peer.training import report
 from dilocox.peer.training.data import PROMPT_TOKENS, WRITTEN_TOKENS, open_tokenizer, written_text
-from tests.peer.clocks import TestClock
+from tests.clocks import TestClock
 from tests.peer.loops import Loop
 from tests.peer.training.test_learner import end_round, own_record
 

@@ -215,8 +215,12 @@ def test_one_asker_has_so_many_requests_in_a_while_and_others_have_theirs(clock:
 
 def test_a_crowd_of_askers_takes_no_memory_and_holds_up_nobody(clock: TestClock) -> None:
     limit = RequestLimit(3, 10.0)
-    assert not any(is_refused(limit, f"key {number}") for number in range(3 * MAX_ASKERS))
-    assert len(vars(limit)["_asked"]) <= MAX_ASKERS
+    for _ in range(3):
+        assert not is_refused(limit, "greedy")
+        assert not any(is_refused(limit, f"key {number}") for number in range(MAX_ASKERS - 1))
+    assert is_refused(limit, "greedy"), "all so far have their place"
+    assert not any(is_refused(limit, f"another {number}") for number in range(MAX_ASKERS))
+    assert not is_refused(limit, "greedy"), "so many more are kept in place of those before"
     assert not is_refused(limit, "honest")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from benchmarks import run_all
 from benchmarks.run_all import BENCHES, Bench, run
+from tests.dht.processes import is_alive, wait_until
 
 FAILS = "print('before'); raise SystemExit(3)"
 HANGS = """
@@ -26,14 +26,6 @@ def bench(folder: Path, text: str, *, limit_s: float = 60.0) -> Bench:
     script = folder / "script.py"
     script.write_text(text)
     return Bench(name="one", script=str(script), arguments=("--whole",), limit_s=limit_s)
-
-
-def runs(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return state.rpartition(")")[2].split()[0] != "Z"
 
 
 def test_a_script_gets_its_arguments_and_a_folder_and_its_words_are_kept(tmp_path: Path) -> None:
@@ -53,10 +45,7 @@ def test_at_its_deadline_a_script_ends_with_all_that_it_started(tmp_path: Path) 
     ended = run(bench(tmp_path, HANGS, limit_s=2.0), tmp_path, quick=False, running=[])
     assert "not done within 2 s" in ended.outcome
     child = int((tmp_path / "one" / "log.txt").read_text().split()[0])
-    deadline = time.monotonic() + 30.0
-    while runs(child):  # it was killed, but the kernel may take its time
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not is_alive(child), 30.0)  # killed, but the kernel may take its time
 
 
 def test_one_failure_fails_the_whole(

@@ -6,8 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
+
+from tests.dht.processes import is_alive, wait_until
 
 STARTS = """
 import signal, subprocess, sys, time
@@ -32,25 +32,14 @@ print(os.waitstatus_to_exitcode(os.waitpid(between, 0)[1]))
 """
 
 
-def runs(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return state.rpartition(")")[2].split()[0] != "Z"
-
-
 def test_a_program_ends_when_its_parent_is_killed() -> None:
     parent = subprocess.Popen([sys.executable, "-c", STARTS], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
-    assert runs(child)
+    assert is_alive(child)
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait(30.0)
-    deadline = time.monotonic() + 30.0
-    while runs(child):  # it was killed, but the kernel may take its time
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not is_alive(child), 30.0)  # killed, but the kernel may take its time
 
 
 def test_a_program_that_starts_when_its_parent_is_gone_ends_at_once() -> None:

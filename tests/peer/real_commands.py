@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import yaml
 
 from dilocox.peer import cli
 from tests.dht.processes import wait_until
-from tests.swarm.processes import TAG, Process, family, send_signal, shared_memory
+from tests.swarm.processes import TAG, Family
 
 START_LIMIT_S = 90.0
 LEAVE_LIMIT_S = 15.0
@@ -28,16 +27,17 @@ AFTER_KILL_S = 5.0
 class Command:
     """A running `dilocox` command, in a session and with a folder for temporary files of its own.
 
-    It is given no terminal. `folder` is where it is started and where its output goes.
+    It is given no terminal. `folder` is where it is started and where its output goes. family: the
+    command and what came of it.
     """
 
     def __init__(self, *arguments: str, folder: Path, env: dict[str, str] | None = None):
-        self._tag = uuid.uuid4().hex
+        self.family = Family()
         # sockets must have short paths, and pytest's are long
         self.temporary = Path(tempfile.mkdtemp(prefix="cmd-", dir="/tmp"))
         inherited = {name: v for name, v in os.environ.items() if not name.startswith("DILOCOX_")}
         folder.mkdir(parents=True, exist_ok=True)
-        self.log = folder / f"{arguments[0]}-{self._tag[:6]}.log"
+        self.log = folder / f"{arguments[0]}-{self.family.tag[:6]}.log"
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "dilocox", *arguments],
@@ -46,22 +46,20 @@ class Command:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                env={**inherited, "TMPDIR": str(self.temporary), TAG: self._tag, **(env or {})},
+                env={
+                    **inherited,
+                    "TMPDIR": str(self.temporary),
+                    TAG: self.family.tag,
+                    **(env or {}),
+                },
             )
-        self._seen: set[int] = {self.process.pid}
-
-    def family(self) -> list[Process]:
-        """The command and what came of it, as far as it is alive."""
-        alive = family(self._tag)
-        self._seen.update(process.pid for process in alive)
-        return alive
+        self.family.seen.add(self.process.pid)
 
     def left(self) -> list[str]:
         """What should not be there after the command's end."""
-        found = [f"{process.name} {process.pid}" for process in self.family()]
         # torch puts a cache folder there, which it keeps
         folders = [path for path in self.temporary.iterdir() if "torchinductor" not in path.name]
-        return found + [str(path) for path in folders] + shared_memory(self._seen)
+        return self.family.left() + [str(path) for path in folders]
 
     def output(self) -> str:
         """What a person would have seen."""
@@ -78,13 +76,13 @@ class Command:
             return False
 
         wait_until(said, limit_s)
-        self.family()
+        self.family.alive()
 
     def exit_code(self, limit_s: float) -> int:
         """Wait for the end of the command; its exit code, with all processes noted on the way."""
 
         def ended() -> bool:
-            self.family()
+            self.family.alive()
             return self.process.poll() is not None
 
         wait_until(ended, limit_s)
@@ -100,14 +98,12 @@ class Command:
 
     def close(self) -> None:
         """For the end of a test, however it went."""
-        self.family()
+        self.family.alive()
         self.process.kill()
         self.process.wait(10)
         with contextlib.suppress(AssertionError):  # the test has said so, if it matters
             self.clean_within(AFTER_KILL_S)
-        send_signal(self.family(), signal.SIGKILL)
-        for path in shared_memory(self._seen):
-            Path(path).unlink(missing_ok=True)
+        self.family.remove()
         shutil.rmtree(self.temporary, ignore_errors=True)
 
 

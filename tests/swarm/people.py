@@ -16,14 +16,13 @@ import sys
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tests.dht.processes import wait_until
 from tests.guide_blocks import Block, unseen
 from tests.swarm.links import Links
-from tests.swarm.processes import TAG, Process, family, send_signal, shared_memory
+from tests.swarm.processes import TAG, Family, send_signal
 
 LEAVE_LIMIT_S = 60.0  # twice what the guides promise
 GONE_LIMIT_S = 10.0
@@ -158,7 +157,7 @@ class Person:
         for part in ("docs", "docker"):
             shutil.copytree(root / part, self.checkout / part)
         self.terminals: list[Terminal] = []
-        self._tag = uuid.uuid4().hex
+        self._family = Family()
         # sockets must have short paths, and pytest's are long
         self._temporary = Path(tempfile.mkdtemp(prefix="you-", dir="/tmp"))
         inherited = {name: v for name, v in os.environ.items() if not name.startswith("DILOCOX_")}
@@ -167,16 +166,15 @@ class Person:
             "TMPDIR": str(self._temporary),
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             "OMP_NUM_THREADS": "1",  # the cores are few, and the machines share them
-            TAG: self._tag,
+            TAG: self._family.tag,
         }
-        self._seen: set[int] = set()
 
     def type(self, block: Block, values: Mapping[str, str], limit_s: float) -> Terminal:
         """Type a block into a new terminal and wait for what the guide says comes of it."""
         terminal = Terminal(self, block, values)
         self.terminals.append(terminal)
         terminal.wait(limit_s)
-        self._family()
+        self._family.alive()
         return terminal
 
     def ask(self, url: str) -> bytes:
@@ -194,22 +192,15 @@ class Person:
 
     def left(self) -> list[str]:
         """What is still there of everything that this person has started."""
-        found = [f"{process.name} {process.pid}" for process in self._family()]
-        return found + shared_memory(self._seen)
+        return self._family.left()
 
     def close(self) -> None:
         """For the end of a test, however it went."""
-        send_signal(self._family(), signal.SIGKILL)
+        send_signal(self._family.alive(), signal.SIGKILL)
         with contextlib.suppress(AssertionError):
-            wait_until(lambda: not self._family(), GONE_LIMIT_S)
-        for path in shared_memory(self._seen):
-            Path(path).unlink(missing_ok=True)
+            wait_until(lambda: not self._family.alive(), GONE_LIMIT_S)
+        self._family.remove()
         shutil.rmtree(self._temporary, ignore_errors=True)
-
-    def _family(self) -> list[Process]:
-        alive = family(self._tag)
-        self._seen.update(process.pid for process in alive)
-        return alive
 
 
 def _some(output: str) -> str:

@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,6 +70,34 @@ def family(tag: str) -> list[Process]:
             if state not in "ZX":
                 found.append(Process(int(folder.name), name, int(parent)))
     return found
+
+
+class Family:
+    """All processes that have one tag, and what they leave behind.
+
+    seen: their ids, also of those that have ended.
+    """
+
+    def __init__(self) -> None:
+        self.tag = uuid.uuid4().hex
+        self.seen: set[int] = set()
+
+    def alive(self) -> list[Process]:
+        """Those that run now."""
+        alive = family(self.tag)
+        self.seen.update(process.pid for process in alive)
+        return alive
+
+    def left(self) -> list[str]:
+        """What is still there of them."""
+        found = [f"{process.name} {process.pid}" for process in self.alive()]
+        return found + shared_memory(self.seen)
+
+    def remove(self) -> None:
+        """Kill those that still run, and remove the shared memory of all."""
+        send_signal(self.alive(), signal.SIGKILL)
+        for path in shared_memory(self.seen):
+            Path(path).unlink(missing_ok=True)
 
 
 def send_signal(processes: list[Process], number: signal.Signals) -> None:

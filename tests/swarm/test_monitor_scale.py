@@ -48,7 +48,7 @@ def test_a_monitor_of_200_peers_is_small_and_quick(
     took = _answers(monitor, WATCH_S)
     assert _all_known(monitor)
 
-    of_idle, of_monitor = _megabytes(family(idle)), _megabytes(monitor.command.family())
+    of_idle, of_monitor = _megabytes(family(idle)), _megabytes(monitor.command.family.alive())
     sizes = [len(monitor.fetch(path)) for path in ("metrics", "status.json")]
     print(
         f"\n{PEERS} peers, {STAGES} stages, over {ROUNDS // 2} rounds: "

@@ -246,7 +246,7 @@ def test_a_peer_asked_to_leave_while_it_starts_leaves_at_once(
     reached: dict[str, Callable[[], bool]] = {
         # the program answers signals before it imports anything large
         "imports": lambda: "torch" in _loaded(peer.process.pid),
-        "p2pd runs": lambda: any(process.name == "p2pd" for process in peer.family()),
+        "p2pd runs": lambda: any(process.name == "p2pd" for process in peer.family.alive()),
         "model is built": lambda: "reached at" in peer.output(),
     }
     wait_until(reached[moment], START_LIMIT_S)
@@ -269,7 +269,7 @@ def test_a_training_peer_asked_to_leave_leaves_in_order(
 ) -> None:
     peer = run("peer", invite, *LOCAL)
     peer.wait_for("committed")
-    assert len(peer.family()) == 4  # main, DHT, averaging, p2pd
+    assert len(peer.family.alive()) == 4  # main, DHT, averaging, p2pd
     ask(peer)
     leaves(peer)
     assert peer.output().strip().endswith("left: stopped on request")
@@ -292,7 +292,7 @@ def test_a_second_ctrl_c_ends_a_peer_at_once_and_leaves_nothing(run: Run, invite
 def test_a_killed_peer_leaves_nothing(run: Run, invite: str) -> None:
     peer = run("peer", invite, *LOCAL)
     peer.wait_for("committed")
-    peer.family()
+    peer.family.alive()
     peer.process.kill()
     peer.clean_within(AFTER_KILL_S)
 
@@ -338,7 +338,7 @@ def test_a_demo_interrupted_before_a_round_says_so_and_leaves_nothing(run: Run) 
 def test_the_children_of_a_killed_demo_end_too(run: Run) -> None:
     demo = run(*DEMO)
     demo.wait_for("round 0:", 150)
-    assert len(demo.family()) > 10
+    assert len(demo.family.alive()) > 10
     demo.process.kill()
     demo.clean_within(LEAVE_LIMIT_S + AFTER_KILL_S)
 

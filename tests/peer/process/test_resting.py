@@ -185,7 +185,7 @@ def test_a_paused_peer_starts_nothing_goes_on_from_its_page_and_leaves_on_a_sign
     again = None
     try:
         command.wait_for("resting: paused")
-        assert len(command.family()) == 1
+        assert len(command.family.alive()) == 1
         memory = Path(f"/proc/{command.process.pid}/statm").read_text().split()[1]
         assert int(memory) * 4096 < 150e6  # without torch and hivemind
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=5) as answer:

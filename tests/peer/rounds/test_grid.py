@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -36,6 +35,8 @@ from tests.peer.members import (
 from tests.sweeps import sweep
 
 Take = Callable[[str, Mean], Awaitable[None]]
+pytestmark = pytest.mark.usefixtures("no_fault_of_ours")
+
 COUNT, ROW = 12, 4
 SLOW_S, QUIET_S = 8.0, 2.0  # of an exchange of twelve on a busy machine
 
@@ -44,12 +45,6 @@ SLOW_S, QUIET_S = 8.0, 2.0  # of an exchange of twelve on a busy machine
 def twelve(tmp_path_factory: pytest.TempPathFactory) -> list[Identity]:
     folder = tmp_path_factory.mktemp("keys")
     return [Identity.load_or_create(folder / f"{index}.key") for index in range(COUNT)]
-
-
-@pytest.fixture(autouse=True)
-def no_fault_of_ours(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    yield
-    assert not [each for each in caplog.get_records("call") if each.levelno >= logging.ERROR]
 
 
 def grid_of(

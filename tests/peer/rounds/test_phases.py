@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,13 +29,9 @@ from tests.peer.members import (
     verdicts,
 )
 
+pytestmark = pytest.mark.usefixtures("no_fault_of_ours")
+
 BOTH = pytest.mark.parametrize("scheme", ["dense", "low_rank"])
-
-
-@pytest.fixture(autouse=True)
-def no_fault_of_ours(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    yield
-    assert not [each for each in caplog.get_records("call") if each.levelno >= logging.ERROR]
 
 
 def two_phases(

@@ -35,6 +35,7 @@ from tests.peer.members import template
 
 ME = "me"
 END_TOKENS = 10_000
+STEP_TOKENS = 16  # of one inner step
 MODEL: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 384,
@@ -49,7 +50,7 @@ MODEL: dict[str, Any] = {
 
 
 def manifest(stages: int = 1, **sections: Any) -> Manifest:
-    """A run whose sends lose nothing in the codec; inner steps of 2 * 8 = 16 tokens."""
+    """A run whose sends lose nothing in the codec; inner steps of 2 * 8 tokens."""
     facts: dict[str, Any] = {
         "name": "test",
         "model": MODEL,
@@ -207,6 +208,21 @@ class Loop:
             if not skipped:
                 self.live.sub_(0.001)
             self.learner.stepped(Stepped(step=0, loss=3.0, skipped=skipped), 0.5)
+
+    def send(self, number: int) -> None:
+        """The moment for the send of this round has come."""
+        self.fake.due = (number, 1.0)
+        self.learner.between_steps()
+
+    def end_round(self, steps: int, *, number: int = 0) -> None:
+        """The inner steps of a round, and the send at its end."""
+        self.train(steps)
+        self.send(number)
+
+    def own_record(self) -> None:
+        """The record of the send in flight comes."""
+        ((number, sent),) = self.model.merge.fly.items()
+        self.fake.events.put(self.committed(number, sent.message, mine=True))
 
     def committed(self, number: int, average: Tensor | float, *, mine: bool = False) -> Committed:
         """The chain's next record, its outer step done, as the averaging process does it.

@@ -188,8 +188,7 @@ def test_listeners_hear_every_event_and_every_status(tmp_path: Path) -> None:
 def test_a_counted_record_says_what_the_codec_left_of_the_message(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
     loop.train(2)
-    loop.fake.due = (0, 1.0)
-    loop.learner.between_steps()
+    loop.send(0)
     (send,) = loop.model.merge.fly.values()
     length = float(send.message.norm())
     left = 0.25 * send.message

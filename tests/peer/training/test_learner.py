@@ -19,27 +19,7 @@ from dilocox.peer.chain.chain_client import CountedRounds, TakenState
 from dilocox.peer.training.snapshot_taking import Snapshots
 from dilocox.pipeline.messages import Stepped
 from dilocox.pipeline.stage_worker import StageWorker
-from tests.peer.loops import Loop, manifest
-
-STEP_TOKENS = 16
-
-
-@pytest.fixture
-def loop(tmp_path: Path) -> Loop:
-    return Loop(tmp_path)
-
-
-def end_round(loop: Loop, steps: int, *, number: int = 0) -> None:
-    """The inner steps of a round, and the send at its end."""
-    loop.train(steps)
-    loop.fake.due = (number, 1.0)
-    loop.learner.between_steps()
-
-
-def own_record(loop: Loop) -> None:
-    """The record of the send in flight comes."""
-    ((number, sent),) = loop.model.merge.fly.items()
-    loop.fake.events.put(loop.committed(number, sent.message, mine=True))
+from tests.peer.loops import STEP_TOKENS, Loop, manifest
 
 
 def snapshots(loop: Loop) -> Snapshots:
@@ -174,7 +154,7 @@ def test_under_round_end_the_anchor_is_lent_at_the_end_and_not_for_the_whole_rou
 
     loop.fake.applying = True
     loop.fake.events.to_come.append(apply)
-    end_round(loop, 1, number=1)
+    loop.end_round(1, number=1)
     assert taken == [True] and loop.learner.round == 0
     assert loop.fake.of_kind("submit")[-1][1] == 1
 
@@ -203,7 +183,7 @@ def test_the_anchor_is_not_lent_while_the_loop_uses_it(loop: Loop) -> None:
     assert not lease.take(), "before the first step"
     loop.train()
     loop.fake.on_submit = lambda: taken.append(lease.take())
-    end_round(loop, 1)  # a send
+    loop.end_round(1)  # a send
     assert loop.learner.hold()
     for _ in range(2):  # batches of a validation, on one anchor
         with loop.learner.in_place():
@@ -295,10 +275,10 @@ def test_a_rounds_end_that_waits_for_records_says_how_long_they_take(tmp_path: P
 
     loop.fake.applying = True
     loop.fake.events.to_come.append(applied)
-    end_round(loop, 1, number=1)
+    loop.end_round(1, number=1)
     took_s = loop.learner.status.caught_up_s
     assert took_s >= 0.1
-    end_round(loop, 1, number=2)  # without one: a later round may have one again
+    loop.end_round(1, number=2)  # without one: a later round may have one again
     assert loop.learner.status.caught_up_s == pytest.approx(0.8 * took_s)
 
 
@@ -348,9 +328,8 @@ def test_after_a_rollback_the_data_are_read_on_where_they_were(loop: Loop) -> No
 
 def test_without_anything_to_send_the_round_is_skipped(loop: Loop) -> None:
     loop.train(skipped=True)
-    loop.fake.due = (0, 1.0)
-    loop.learner.between_steps()
-    end_round(loop, 1, number=1)
+    loop.send(0)
+    loop.end_round(1, number=1)
     loop.train()
     loop.fake.due = (2, 3.0)  # the last send is still in flight
     loop.learner.between_steps()
@@ -362,14 +341,14 @@ def test_nothing_is_sent_for_a_round_that_the_chain_has_passed(loop: Loop) -> No
     for number in range(3):
         loop.fake.events.put(loop.committed(number, 0.0))
         loop.learner.take_events()
-    end_round(loop, 1, number=2)
+    loop.end_round(1, number=2)
     assert loop.fake.told == [("skip", 2)]
 
 
 def test_a_record_with_this_peer_in_it_counts_what_it_sent(loop: Loop) -> None:
-    end_round(loop, 2)
+    loop.end_round(2)
     loop.train()
-    own_record(loop)
+    loop.own_record()
     loop.learner.between_steps()
     merge = loop.model.merge
     assert (merge.fly, merge.tokens) == ({}, STEP_TOKENS)
@@ -384,7 +363,7 @@ def test_a_record_with_this_peer_in_it_counts_what_it_sent(loop: Loop) -> None:
 
 
 def test_a_void_send_is_unsent_again_and_goes_with_the_next(loop: Loop) -> None:
-    end_round(loop, 2)
+    loop.end_round(2)
     assert loop.learner.unsent
     loop.fake.events.put(Voided(round=0, reason="nobody came", certain=True))
     loop.fake.events.put(Voided(round=9, reason="unknown", certain=True))
@@ -402,7 +381,7 @@ def test_under_merge_none_the_loop_waits_for_its_own_record(tmp_path: Path) -> N
     loop.train(2)
     loop.fake.due = (0, 1.0)
 
-    loop.fake.events.to_come.extend([lambda: None, lambda: own_record(loop)])
+    loop.fake.events.to_come.extend([lambda: None, loop.own_record])
     loop.learner.between_steps()
     assert (loop.learner.round, loop.model.merge.fly) == (0, {})
     assert torch.equal(loop.live, loop.model.merge.anchor)
@@ -445,14 +424,13 @@ def test_a_state_of_others_is_taken_with_ones_own_progress_on_top(loop: Loop) ->
     assert [event["round"] for event in loop.events("resynced")] == [4]
     # on disk at once: the log begins at this state now
     assert snapshots(loop).found
-    loop.fake.due = (5, 1.0)
-    loop.learner.between_steps()
+    loop.send(5)
     # the send says that a state was taken before it
     assert loop.fake.told == [("submit", 5, 1.0, 2 * STEP_TOKENS, 1)]
 
 
 def test_a_send_that_the_new_state_may_hold_is_not_sent_again(loop: Loop) -> None:
-    end_round(loop, 2)
+    loop.end_round(2)
     loop.fake.events.put(resynced(loop, 5, None))
     loop.learner.between_steps()
     merge = loop.model.merge
@@ -470,7 +448,7 @@ def test_what_became_of_a_send_is_taken_from_the_headers_of_the_new_states_chain
 ) -> None:
     loop = Loop(tmp_path)
     merge = loop.model.merge
-    end_round(loop, 2)
+    loop.end_round(2)
     if void:
         loop.fake.events.put(Voided(round=0, reason="nobody knows", certain=False))
         loop.learner.between_steps()
@@ -500,7 +478,7 @@ def test_a_state_that_holds_a_send_which_is_not_known_here_resets_to_its_anchor(
 
 
 def test_a_send_from_after_the_new_state_is_undone(loop: Loop) -> None:
-    end_round(loop, 2, number=7)
+    loop.end_round(2, number=7)
     loop.fake.events.put(resynced(loop, 5, None))
     loop.learner.between_steps()
     assert loop.model.merge.fly == {}
@@ -511,11 +489,10 @@ def test_a_send_from_after_the_new_state_is_undone(loop: Loop) -> None:
 def test_the_runs_tokens_are_the_chains_and_own_ones_wherever_they_are(loop: Loop) -> None:
     loop.train(2)
     assert loop.learner.tokens_of_run == 2 * STEP_TOKENS
-    loop.fake.due = (0, 1.0)
-    loop.learner.between_steps()
+    loop.send(0)
     loop.train()
     assert loop.learner.tokens_of_run == 3 * STEP_TOKENS
-    own_record(loop)
+    loop.own_record()
     loop.learner.between_steps()
     assert loop.learner.tokens_of_run == 200 + STEP_TOKENS  # 200: what the record says
 

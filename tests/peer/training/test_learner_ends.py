@@ -12,22 +12,16 @@ from dilocox.dht.errors import UnreadableManifest
 from dilocox.peer.averaging.coordinator import ChildDied
 from dilocox.peer.averaging.events import Failed, Voided
 from dilocox.peer.training import loop as loop_module
-from tests.peer.loops import Loop, manifest
-from tests.peer.training.test_learner import STEP_TOKENS, end_round, own_record
-
-
-@pytest.fixture
-def loop(tmp_path: Path) -> Loop:
-    return Loop(tmp_path)
+from tests.peer.loops import STEP_TOKENS, Loop, manifest
 
 
 # ---- leaving -------------------------------------------------------------------------------------
 def test_a_leaver_waits_for_the_exchange_in_flight_and_keeps_all_on_disk(loop: Loop) -> None:
-    end_round(loop, 2)
+    loop.end_round(2)
     loop.train()
     loop.stop.set()  # which must not end this wait
 
-    loop.fake.events.to_come.extend([lambda: None, lambda: own_record(loop)])
+    loop.fake.events.to_come.extend([lambda: None, loop.own_record])
     loop.learner.leave(ended=False)
     assert loop.fake.told[-1] == ("leave",)
     assert loop.meter.state == "leaving"
@@ -38,7 +32,7 @@ def test_a_leaver_waits_for_the_exchange_in_flight_and_keeps_all_on_disk(loop: L
 
 
 def test_a_leaver_whose_exchange_is_not_decided_takes_it_up_after_its_return(loop: Loop) -> None:
-    end_round(loop, 2)
+    loop.end_round(2)
     (send,) = loop.model.merge.fly.values()
     loop.learner.leave(ended=False, limit_s=0.05)
     again = Loop(loop.folder)
@@ -124,7 +118,7 @@ def test_what_a_peer_read_before_a_restart_stays_known_until_a_head_reads_on(loo
 
 # ---- the operator --------------------------------------------------------------------------------
 def test_new_rules_wait_for_the_send_in_flight_and_nothing_new_is_sent(loop: Loop) -> None:
-    end_round(loop, 2)
+    loop.end_round(2)
     loop.train(1)
     loop.fake.revised, loop.fake.due = True, (1, 200.0)
     loop.learner.between_steps()  # its message may be in a record under the old rules
@@ -137,7 +131,7 @@ def test_new_rules_wait_for_the_send_in_flight_and_nothing_new_is_sent(loop: Loo
 
 def test_new_rules_reach_a_paused_peer_whose_send_is_in_flight(tmp_path: Path) -> None:
     loop = Loop(tmp_path, manifest(outer={"apply": "round_end"}))
-    end_round(loop, 2)
+    loop.end_round(2)
     loop.fake.paused = True
     loop.fake.events.put(loop.committed(0, 0.1, mine=True))
     loop.learner.between_steps()
@@ -151,7 +145,7 @@ def test_new_rules_reach_a_paused_peer_whose_send_is_in_flight(tmp_path: Path) -
 def test_who_cannot_read_the_new_rules_ends_with_the_reason_when_its_send_is_decided(
     loop: Loop,
 ) -> None:
-    end_round(loop, 2)
+    loop.end_round(2)
     loop.fake.revised, loop.fake.cannot_follow = True, UnreadableManifest("update dilocox")
     loop.learner.between_steps()
     loop.fake.events.put(loop.committed(0, 0.1, mine=True))
@@ -217,7 +211,7 @@ def test_who_stands_still_takes_the_last_record_which_no_round_follows(
     tmp_path: Path, apply: str
 ) -> None:
     loop = Loop(tmp_path, manifest(outer={"apply": apply}))
-    end_round(loop, 2)
+    loop.end_round(2)
     loop.fake.events.put(loop.committed(0, 0.1, mine=True))
     loop.fake.ending = loop.fake.stopped = True
     loop.learner.stand_still()

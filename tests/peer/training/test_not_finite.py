@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from dilocox.peer.training.unsent_progress import ROW_VALUES, fingerprint
-from tests.peer.loops import Loop, manifest
-
-STEP_TOKENS = 16
+from tests.peer.loops import STEP_TOKENS, Loop, manifest
 
 
 @pytest.fixture(params=[0, 1], ids=["head", "member"])
@@ -30,16 +28,11 @@ def step(loop: Loop) -> None:
     loop.train(skipped=not taken)
 
 
-def send(loop: Loop, number: int) -> None:
-    loop.fake.due = (number, 1.0)
-    loop.learner.between_steps()
-
-
 def test_a_peer_whose_weights_are_not_finite_contributes_again_in_the_next_round(
     loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
     step(loop)
-    send(loop, 0)
+    loop.send(0)
     loop.fake.events.put(loop.committed(0, 0.1, mine=True))
     step(loop)
     loop.live[3] = torch.nan  # as a bad memory cell
@@ -56,7 +49,7 @@ def test_a_peer_whose_weights_are_not_finite_contributes_again_in_the_next_round
     assert ("announce",) in loop.fake.told
     step(loop)
     assert not loop.fake.status.started_over
-    send(loop, 1)
+    loop.send(1)
     assert [told[1] for told in loop.fake.of_kind("submit")] == [0, 1]
     assert fingerprint(loop.buffers.message) is not None
 
@@ -64,12 +57,12 @@ def test_a_peer_whose_weights_are_not_finite_contributes_again_in_the_next_round
 def test_a_send_that_is_not_finite_does_not_leave_and_the_next_one_does(loop: Loop) -> None:
     step(loop)
     loop.live[3] = torch.inf
-    send(loop, 0)
+    loop.send(0)
     assert loop.fake.of_kind("submit") == [] and loop.fake.of_kind("skip") == [("skip", 0)]
     assert torch.equal(loop.live, loop.model.merge.anchor)
     assert not loop.again().snapshots.sent_since
     step(loop)
-    send(loop, 1)
+    loop.send(1)
     assert loop.fake.of_kind("submit")[0][:2] == ("submit", 1)
     assert fingerprint(loop.buffers.message) is not None
 
@@ -90,7 +83,7 @@ def test_moments_that_are_not_finite_heal_with_the_weights(loop: Loop) -> None:
 
 def test_a_send_in_flight_outlives_it(loop: Loop) -> None:
     step(loop)
-    send(loop, 0)
+    loop.send(0)
     step(loop)
     loop.live[0] = torch.nan
     step(loop)

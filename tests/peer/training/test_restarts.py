@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,9 @@ from dilocox.peer.chain import snapshot_files
 from dilocox.peer.chain.snapshot_files import LOCAL_FILE
 from dilocox.peer.training import snapshot_taking
 from dilocox.peer.training.snapshot_taking import BYTES_PER_S
-from tests.peer.loops import Loop
+from tests.dht.processes import wait_until
+from tests.peer.loops import STEP_TOKENS, Loop
 from tests.peer.training.merging import unsent
-
-STEP_TOKENS = 16
 
 
 class Killed(BaseException):
@@ -43,16 +41,11 @@ def begun(folder: Path, *, bytes_per_s: float = BYTES_PER_S) -> Loop:
     """A peer whose first send is in a record, and that trained on since."""
     loop = Loop(folder, bytes_per_s=bytes_per_s)
     loop.train(2)
-    send(loop, 0)
+    loop.send(0)
     commit(loop, 0)
     loop.learner.data_state = lambda: {"part": 7}
     loop.train(3)
     return loop
-
-
-def send(loop: Loop, number: int) -> None:
-    loop.fake.due = (number, 1.0)
-    loop.learner.between_steps()
 
 
 def commit(loop: Loop, number: int, *, mine: bool = True) -> None:
@@ -70,17 +63,10 @@ def halves(loop: Loop) -> list[Path]:
     return list((loop.folder / "snapshots").glob("*.partial"))
 
 
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
 def test_of_all_that_a_restart_needs_only_a_line_is_written_before_a_send(loop: Loop) -> None:
     journal, found = loop.folder / "snapshots" / "journal", list[str]()
     loop.fake.on_submit = lambda: found.append(journal.read_text())
-    send(loop, 1)
+    loop.send(1)
     (text,) = found
     *_, line, _checksum = text.splitlines()
     assert json.loads(line)["round"] == 1 and journal.read_text() == text
@@ -95,10 +81,10 @@ def test_what_may_have_been_sent_is_not_sent_again(
     loop = begun(tmp_path, bytes_per_s=SLOW) if before == "half of one" else begun(tmp_path)
     if before != "no snapshot":
         loop.snapshots.soon()
-        until(lambda: advance(loop) or (before == "half of one" and bool(halves(loop))))
+        wait_until(lambda: advance(loop) or (before == "half of one" and bool(halves(loop))), 20.0)
     loop.fake.on_submit = killed
     with pytest.raises(Killed):
-        send(loop, 1)
+        loop.send(1)
     # what the record of round 0 changed is not in the state on the disk: it is applied again
     again = loop.again()
     merge = again.model.merge
@@ -138,11 +124,11 @@ def test_training_and_validation_go_on_while_a_snapshot_is_read_and_it_is_one_of
 
 
 def test_no_snapshot_begins_while_a_send_is_in_flight(loop: Loop) -> None:
-    send(loop, 1)
+    loop.send(1)
     loop.snapshots.soon()
     assert not any(advance(loop) for _ in range(3)) and not halves(loop)
     commit(loop, 1)
-    until(lambda: advance(loop))
+    wait_until(lambda: advance(loop), 20.0)
     assert loop.again().model.merge.round == 1
 
 
@@ -155,7 +141,7 @@ def test_a_full_disk_ends_a_peer_that_writes_in_the_background(
     monkeypatch.setattr(snapshot_files, "save_tensors", full)
     loop.snapshots.soon()
     with pytest.raises(EnvironmentFault, match="no space left on the disk"):
-        until(lambda: advance(loop))
+        wait_until(lambda: advance(loop), 20.0)
 
 
 @pytest.mark.parametrize("change", ["send", "record"])
@@ -164,12 +150,12 @@ def test_of_a_snapshot_that_a_change_of_the_state_cuts_off_nothing_stays(
 ) -> None:
     loop = begun(tmp_path, bytes_per_s=SLOW)
     loop.snapshots.soon()
-    until(lambda: advance(loop) or bool(halves(loop)))
+    wait_until(lambda: advance(loop) or bool(halves(loop)), 20.0)
     if change == "send":
-        send(loop, 1)
+        loop.send(1)
     else:
         commit(loop, 1, mine=False)
-    until(lambda: not halves(loop))
+    wait_until(lambda: not halves(loop), 20.0)
     assert not list((loop.folder / "snapshots").glob("0*"))
 
 
@@ -180,7 +166,7 @@ def test_the_inner_optimizer_and_the_data_position_outlive_a_send_that_the_state
     loop.learner.leave(ended=False)
     loop.fake.on_submit = killed
     with pytest.raises(Killed):
-        send(loop, 1)
+        loop.send(1)
     again = loop.again()
     assert again.model.optimizer.steps == 41
     assert again.learner.data_state() == {"part": 7}
@@ -190,7 +176,7 @@ def test_the_inner_optimizer_and_the_data_position_outlive_a_send_that_the_state
 def test_a_send_that_no_record_names_is_lost_with_its_tokens(loop: Loop) -> None:
     loop.fake.on_submit = killed
     with pytest.raises(Killed):
-        send(loop, 1)
+        loop.send(1)
     again = loop.again()
     merge = again.model.merge
     commit(again, 0)
@@ -204,16 +190,16 @@ def test_who_is_killed_before_the_line_goes_on_where_its_state_was(
     loop.learner.leave(ended=False)
     monkeypatch.setattr(loop.snapshots, "sending", killed)
     with pytest.raises(Killed):
-        send(loop, 1)
+        loop.send(1)
     again = loop.again()
     assert not again.snapshots.sent_since
     assert again.model.merge.tokens == 3 * STEP_TOKENS
-    send(again, 1)
+    again.send(1)
     assert again.fake.of_kind("submit") == [("submit", 1, 1.0, 3 * STEP_TOKENS, 0)]
 
 
 def test_a_state_that_knows_of_the_send_makes_its_line_obsolete(loop: Loop) -> None:
-    send(loop, 1)
+    loop.send(1)
     loop.save()
     again = loop.again()
     assert not again.snapshots.sent_since
@@ -226,7 +212,7 @@ def test_a_peer_without_any_state_does_not_send_for_a_round_again(tmp_path: Path
     loop.train(2)
     loop.fake.on_submit = killed
     with pytest.raises(Killed):
-        send(loop, 4)
+        loop.send(4)
     again = loop.again()
     assert not again.snapshots.found
     assert [each.round for each in again.snapshots.sent_since] == [4]
@@ -247,7 +233,7 @@ def test_the_journal_stays_short(loop: Loop, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(snapshot_taking, "MAX_LINES", 4)
     for number in range(1, 10):
         loop.train()
-        send(loop, number)
+        loop.send(number)
         commit(loop, number)
     lines = (loop.folder / "snapshots" / "journal").read_text().splitlines()
     assert len(lines) == 4 + 1  # and what they are checked by
@@ -257,7 +243,7 @@ def test_the_journal_stays_short(loop: Loop, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_damaged_newest_state_does_not_keep_a_peer_from_its_run(
     loop: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
-    send(loop, 1)
+    loop.send(1)
     loop.save()
     (newest,) = (loop.folder / "snapshots").glob("0*")
     (newest / LOCAL_FILE).write_bytes(b"{}")
@@ -266,7 +252,7 @@ def test_a_damaged_newest_state_does_not_keep_a_peer_from_its_run(
     assert not again.snapshots.found, "it joins anew"
     assert torch.equal(again.live, again.model.merge.anchor) and not again.learner.unsent
     again.train()
-    send(again, 2)
+    again.send(2)
     again.save()
     # what it writes now is not taken for older than the sends before
     assert not again.again().snapshots.sent_since
@@ -274,11 +260,11 @@ def test_a_damaged_newest_state_does_not_keep_a_peer_from_its_run(
 
 
 def test_nothing_of_a_state_stays_mapped_when_it_was_read(loop: Loop) -> None:
-    send(loop, 1)
+    loop.send(1)
     loop.save()
     again = loop.again()
     again.train()
-    send(again, 2)
+    again.send(2)
     again.save()  # the files that it began with are removed
     mapped = Path("/proc/self/maps").read_text()
     assert str(loop.folder) not in mapped

@@ -23,18 +23,12 @@ from dilocox.pipeline.head import Head
 from dilocox.pipeline.messages import Stepped
 from dilocox.pipeline.reservation import Reservation
 from tests.clocks import TestClock
-from tests.peer.loops import ME, Loop, manifest
+from tests.peer.loops import ME, STEP_TOKENS, Loop, manifest
 from tests.sweeps import sweep
 
-STEP_TOKENS = 16
+pytestmark = pytest.mark.usefixtures("clock")
+
 HELD_OUT = torch.arange(4 * 9).reshape(4, 9)
-
-
-@pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> TestClock:
-    clock = TestClock()
-    monkeypatch.setattr(roles, "time", clock)
-    return clock
 
 
 class FakeHead:

@@ -148,13 +148,6 @@ def test_the_head_that_it_serves_is_shown_and_announced(served: Server) -> None:
     assert served.loop.fake.told == [("announce",), ("announce",)]
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> TestClock:
-    clock = TestClock()
-    monkeypatch.setattr(roles, "time", clock)
-    return clock
-
-
 def test_inner_steps_count_with_the_time_since_the_last_one(
     served: Server, clock: TestClock
 ) -> None:

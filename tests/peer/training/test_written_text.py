@@ -13,7 +13,6 @@ from dilocox.peer.training import report
 from dilocox.peer.training.data import PROMPT_TOKENS, WRITTEN_TOKENS, open_tokenizer, written_text
 from tests.clocks import TestClock
 from tests.peer.loops import Loop
-from tests.peer.training.test_learner import end_round, own_record
 
 BYTES = open_tokenizer("byt5")
 TEXT = b"import sys\n\x1b[2J def main(" + b"x" * 400
@@ -69,8 +68,8 @@ def test_a_peer_says_every_hundred_rounds_what_it_gave_and_what_the_model_writes
     loop.meter.start()
     loop.meter.sample = lambda: '"def" with "ault"'
     for number in range(3):
-        end_round(loop, 2, number=number)
-        own_record(loop)
+        loop.end_round(2, number=number)
+        loop.own_record()
         loop.learner.between_steps()
     (told,) = loop.events("gave")
     assert (told["rounds"], told["tokens"], told["of_tokens"]) == (2, 64, 400)
@@ -86,8 +85,8 @@ def test_a_peer_that_starts_again_at_once_or_gave_nothing_says_nothing(tmp_path:
     loop.stop.set()
     loop.learner.leave(ended=False)
     loop.stop.clear()
-    end_round(loop, 2)
-    own_record(loop)
+    loop.end_round(2)
+    loop.own_record()
     loop.learner.between_steps()
     loop.learner.leave(ended=False)
     assert loop.events("gave") == []

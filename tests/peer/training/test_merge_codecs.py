@@ -25,7 +25,7 @@ from dilocox.peer.rounds.record import RoundRecord
 from dilocox.peer.training.merge import MergeConfig, RecordFacts, Remainder
 from tests.peer.averaged import averaged, own_contribution
 from tests.peer.codecs import codec_of
-from tests.peer.training.test_merge_invariant import (
+from tests.peer.training.schedules import (
     EVENT,
     FOREVER,
     Draw,

@@ -10,7 +10,7 @@ from dilocox.dht.errors import InvalidInput
 from dilocox.peer.training.inner_optimizer import InnerOptimizer, is_for_muon
 from dilocox.pipeline.partition import build_skeleton
 from dilocox.pipeline.stage import build_stage
-from tests.peer.training.test_inner_optimizer import (
+from tests.peer.training.small_models import (
     EITHER,
     LLAMA,
     SPECS,

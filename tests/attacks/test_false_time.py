@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.attacks.test_strangers import HONEST_S, LEAST_SHARE, rounds_in, swarm_of_three
+from tests.attacks.honest import HONEST_S, LEAST_SHARE, rounds_in, swarm_of_three
 from tests.swarm.conftest import StartSwarm
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]

@@ -16,7 +16,7 @@ from urllib.request import urlopen
 import pytest
 
 from dilocox.peer.os_process import start_process
-from tests.attacks.test_strangers import (
+from tests.attacks.honest import (
     HONEST_S,
     LEAST_SHARE,
     MOST_MORE_MB,

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from tests.attacks.test_strangers import INNER_STEPS, STEP_S, rounds_in, taken
+from tests.attacks.honest import INNER_STEPS, LEAST_SHARE, STEP_S, rounds_in, taken
 from tests.swarm.conftest import StartSwarm
 from tests.swarm.harness import Peer, ProcessSwarm
 from tests.swarm.small_run import fixed_steps
@@ -19,7 +19,6 @@ HONEST_S, FIRST_S, ATTACKED_S = 60.0, 60.0, 120.0
 # What a lie raises that the product has left behind: its peer is silent then, and no liar.
 BROKEN = re.compile(r"^(AttributeError|NameError|TypeError)", re.MULTILINE)
 LEAST_IN = 0.5  # of the records, is each of the others a member
-LEAST_SHARE = 0.9 / 2  # of the honest rounds a minute, and a factor of two for busy machines
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,17 @@ import pytest
 from safetensors.torch import load_file
 
 from dilocox.peer.averaging.proven_heads import PROVEN_ROUNDS
-from dilocox.peer.chain.store import Store
 from dilocox.peer.os_process import Child, start_process
-from dilocox.peer.rounds.record import RoundRecord
+from tests.attacks.honest import (
+    HONEST_S,
+    INNER_STEPS,
+    LEAST_SHARE,
+    MOST_MORE_MB,
+    STEP_S,
+    rounds_in,
+    swarm_of_three,
+    taken,
+)
 from tests.attacks.hostile import FRESH_KEYS
 from tests.swarm.conftest import StartSwarm
 from tests.swarm.harness import ProcessSwarm
@@ -26,15 +34,11 @@ from tests.swarm.small_run import fixed_steps
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 
-INNER_STEPS, STEP_S = 60, 0.08  # about five seconds a round
-HONEST_S = 40.0
 BEGIN_LIMIT_S = 60.0
 JOINERS = 3
 HELD_S, HELD_LIMIT_S = 20.0, 90.0
-MOST_MORE_MB = 50.0
 HELD_STREAMS_MB = 50.0  # beside that, where all streams that may be open are: 50 kB each
 LEAST_ASKED = 100  # calls of an attack that asks, or is asked; chunks and streams that it has had
-LEAST_SHARE = 0.9 / 2  # of the honest rounds a minute, and a factor of two for busy machines
 
 
 class Attack:
@@ -66,31 +70,6 @@ def attacked(swarm: ProcessSwarm, kind: str) -> Iterator[Attack]:
     finally:
         child.terminate()
         child.wait(10.0)
-
-
-def swarm_of_three(start_swarm: StartSwarm, *first: str) -> ProcessSwarm:
-    """first: more options of the first peer."""
-    swarm = start_swarm(rounds=fixed_steps(INNER_STEPS))
-    for options in (first, (), ()):
-        swarm.add_peer(*options, step_s=STEP_S)
-    swarm.wait_for_rounds(2, 120)
-    return swarm
-
-
-def rounds_in(swarm: ProcessSwarm, seconds: float) -> int:
-    """Rounds that the first peer commits in so many seconds."""
-    before = len(swarm.peers[0].rounds)
-    swarm.let_pass(seconds)
-    return len(swarm.peers[0].rounds) - before
-
-
-def taken(swarm: ProcessSwarm) -> list[RoundRecord]:
-    """The records of all peers and of the archive."""
-    logs: list[Store] = [swarm.round_log(peer) for peer in swarm.peers]
-    kept = swarm.folder.glob("bootstrap/*-archive-*/stage0/[0-9]*[0-9]/log")
-    logs += [Store(folder) for folder in kept]
-    headers = [log.header(number) for log in logs for number in log.rounds()]
-    return [header for header in headers if header is not None]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from dilocox.peer.commands import bootstrap
 from dilocox.peer.http_pages import MetricSpec
 from dilocox.peer.monitor import status
 from dilocox.peer.process import metrics, resting
-from tests.peer.process.test_metrics import Shown
+from tests.peer.shown_metrics import Shown
 
 TEXT = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
 TABLES: tuple[tuple[str, Sequence[MetricSpec[Any]]], ...] = (

@@ -1,9 +1,10 @@
 """Names and labels of what peers, bootstraps and the monitor show to Prometheus, and of what the
-rules make.
+rules make; the dashboard, which asks for them.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from functools import cache
 from pathlib import Path
@@ -12,11 +13,8 @@ from typing import Any
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.peer.commands.test_bootstrap import FACTS
-from tests.peer.commands.test_bootstrap import text as bootstrap_text
 from tests.peer.fabricated import trained
-from tests.peer.monitor.test_monitor_metrics import text as monitor_text
-from tests.peer.process.test_metrics import Shown
+from tests.peer.shown_metrics import BOOTSTRAP, Shown, bootstrap_text, monitor_text
 
 DOCKER = Path(__file__).parents[2] / "docker"
 RULES_FILE = DOCKER / "prometheus" / "rules.yml"
@@ -24,6 +22,10 @@ RULE_GROUPS: list[dict[str, Any]] = yaml.safe_load(RULES_FILE.read_text())["grou
 RULES: list[dict[str, Any]] = [rule for group in RULE_GROUPS for rule in group["rules"]]
 RECORDS = {rule["record"]: rule for rule in RULES if "record" in rule}
 ALERTS = {rule["alert"]: rule for rule in RULES if "alert" in rule}
+GRAFANA = DOCKER / "grafana"
+BOARD: dict[str, Any] = json.loads((GRAFANA / "dashboards" / "dilocox.json").read_text())
+VARIABLES: dict[str, dict[str, Any]] = {each["name"]: each for each in BOARD["templating"]["list"]}
+PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
 TARGET_LABELS = {"job", "instance", "service"}  # Prometheus adds them
 
 _OF_PROMETHEUS = {"up": set[str](), "ALERTS": {"alertname", "alertstate", "severity", "run"}}
@@ -39,7 +41,7 @@ def exported() -> dict[str, set[str]]:
     shown = Shown()
     shown.everything()
     labels: dict[str, set[str]] = {}
-    for text in (shown.text, monitor_text(trained()), bootstrap_text(FACTS).decode()):
+    for text in (shown.text, monitor_text(trained()), bootstrap_text(BOOTSTRAP)):
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 labels.setdefault(sample.name, set()).update(sample.labels)

@@ -5,7 +5,6 @@ Grafana itself is not needed; test_prometheus.py asks a real Prometheus what the
 
 from __future__ import annotations
 
-import json
 import re
 from itertools import combinations
 from typing import Any
@@ -13,13 +12,19 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.docker.exported import DOCKER, TARGET_LABELS, exported, names_in, strange_labels
+from tests.docker.exported import (
+    BOARD,
+    DOCKER,
+    GRAFANA,
+    PANELS,
+    TARGET_LABELS,
+    VARIABLES,
+    exported,
+    names_in,
+    strange_labels,
+)
 
-FOLDER = DOCKER / "grafana"
-BOARD: dict[str, Any] = json.loads((FOLDER / "dashboards" / "dilocox.json").read_text())
-VARIABLES: dict[str, dict[str, Any]] = {each["name"]: each for each in BOARD["templating"]["list"]}
 ROWS = [panel for panel in BOARD["panels"] if panel["type"] == "row"]
-PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 COLUMNS = 24
 KINDS = {"stat", "timeseries", "bargauge", "state-timeline"}
@@ -136,7 +141,7 @@ def test_variables_choose_data_source_run_and_stages() -> None:
 
 def test_what_grafana_is_given_fits_the_compose_file() -> None:
     services = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
-    provisioning = FOLDER / "provisioning"
+    provisioning = GRAFANA / "provisioning"
     source = _one(provisioning / "datasources" / "prometheus.yaml", "datasources")
     assert (source["type"], source["isDefault"]) == ("prometheus", True)
     assert source["url"] == "http://prometheus:9090"

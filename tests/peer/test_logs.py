@@ -13,7 +13,7 @@ import pytest
 
 from dilocox.peer.os_process import line_start, set_up_logging
 from dilocox.peer.training.report import Reporter, progress_line
-from tests.peer.training.test_report import STATUS
+from tests.peer.told_reports import STATUS
 
 
 class Terminal(io.StringIO):

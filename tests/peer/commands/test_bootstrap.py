@@ -26,26 +26,14 @@ from dilocox.peer.commands.bootstrap import (
     BootstrapFacts,
     BootstrapServices,
     bytes_by_stage,
-    metrics_of,
     other_bootstraps,
     run_bootstrap_command,
 )
-from dilocox.peer.http_pages import metrics_page
 from dilocox.peer.options import BootstrapOptions
+from tests.peer.fabricated import RUN
+from tests.peer.shown_metrics import BOOTSTRAP, bootstrap_text
 
-RUN = "0123456789abcdef" * 2
 ME, OTHER, THIRD = (peer_id_of(bytes([n]) * 32) for n in (1, 2, 3))
-FACTS = BootstrapFacts(
-    role="copy",
-    not_ready="",
-    dht_peers=7,
-    memory_bytes=400_000_000,
-    manifest_until=1.8e9,
-    archive_bytes={0: 1000, 1: 2000},
-    archive_rounds={0: 11, 1: -1},
-    served_bytes={"state": 5},
-    refused={"dht_expiry": 3},
-)
 NAMES = {
     "build_info": {"run", "version", "protocol", "role"},
     "ready": {"run"},
@@ -195,14 +183,10 @@ def test_what_the_loss_of_the_key_means_is_said_when_it_is_made_and_never_again(
 
 
 # ---- what it shows -------------------------------------------------------------------------------
-def text(facts: BootstrapFacts) -> bytes:
-    return metrics_page(metrics_of(RUN, lambda: facts)).body
-
-
-def series(text: bytes) -> dict[str, float]:
+def series(text: str) -> dict[str, float]:
     """By name without prefix, and labels without the run."""
     found: dict[str, float] = {}
-    for family in text_string_to_metric_families(text.decode()):
+    for family in text_string_to_metric_families(text):
         for sample in family.samples:
             name = sample.name.removeprefix("dilocox_bootstrap_")
             assert sample.labels.keys() == NAMES[name]
@@ -212,7 +196,7 @@ def series(text: bytes) -> dict[str, float]:
 
 
 def test_every_figure_has_the_agreed_name_and_labels() -> None:
-    found = series(text(FACTS))
+    found = series(bootstrap_text(BOOTSTRAP))
     assert {name.split()[0] for name in found} == NAMES.keys()
     assert found["archive_round 0"] == 11
     assert found["archive_bytes 1"] == 2000
@@ -222,7 +206,7 @@ def test_every_figure_has_the_agreed_name_and_labels() -> None:
 
 
 def test_what_is_not_known_yet_is_left_out() -> None:
-    found = series(text(BootstrapFacts(role="operator")))
+    found = series(bootstrap_text(BootstrapFacts(role="operator")))
     assert found["ready"] == 0
     assert not {"dht_peers", "memory_bytes", "manifest_expiry_timestamp_seconds"} & found.keys()
 
@@ -275,7 +259,7 @@ def test_a_dead_node_a_dead_archive_and_a_stuck_thread_are_told(
         (stage / "record").write_bytes(b"12345")
         shown.tick()
         assert (pages["/readyz"]().status, pages["/healthz"]().status) == (200, 200)
-        found = series(pages["/metrics"]().body)
+        found = series(pages["/metrics"]().body.decode())
         assert (found["dht_peers"], found["archive_bytes 0"], found["archive_round 0"]) == (5, 5, 4)
         assert found["refused_total dht_type"] == 3
         assert found["refused_total archive_disk"] == 1
@@ -286,7 +270,7 @@ def test_a_dead_node_a_dead_archive_and_a_stuck_thread_are_told(
         shown.tick()
         assert b"gone or stuck" in pages["/readyz"]().body
         assert b"DHT process" in pages["/healthz"]().body
-        assert series(pages["/metrics"]().body)["ready"] == 0
+        assert series(pages["/metrics"]().body.decode())["ready"] == 0
 
         now += LOOK_PERIOD_S
         dht.known_nodes, dht.running, archive.keeper = (lambda _: 5), True, None

@@ -8,10 +8,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dilocox import __version__
 from dilocox.dht.manifest_revisions import back_to
-from dilocox.peer.http_pages import metrics_page
 from dilocox.peer.monitor.health import STATES
-from dilocox.peer.monitor.status import MAX_RANKS, MAX_VERSIONS, metrics_of
+from dilocox.peer.monitor.status import MAX_RANKS, MAX_VERSIONS
 from tests.peer.fabricated import RUN, ToldSwarm, digest, peer_id, stage_record, trained
+from tests.peer.shown_metrics import monitor_text
 
 # The names are fixed: the rules and the dashboard use them.
 LABELS = {
@@ -34,14 +34,10 @@ NAMES = {name: {"run", *labels} for labels, names in LABELS.items() for name in 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
-def text(swarm: ToldSwarm) -> str:
-    return metrics_page(metrics_of(swarm.seen(swarm.look()))).body.decode()
-
-
 def series(swarm: ToldSwarm) -> Series:
     """By name without prefix, and labels without the run."""
     found: Series = {}
-    for family in text_string_to_metric_families(text(swarm)):
+    for family in text_string_to_metric_families(monitor_text(swarm)):
         for sample in family.samples:
             labels = dict(sample.labels)
             assert labels.pop("run") == RUN[:12]
@@ -58,7 +54,7 @@ def value(swarm: ToldSwarm, name: str, **labels: object) -> float | None:
 
 def test_it_has_the_agreed_names_and_labels_and_no_others() -> None:
     found: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(text(trained())):
+    for family in text_string_to_metric_families(monitor_text(trained())):
         assert family.documentation and family.documentation.endswith(".")
         assert family.type == ("counter" if family.samples[0].name.endswith("_total") else "gauge")
         for sample in family.samples:
@@ -178,5 +174,5 @@ def test_labels_stay_few_whatever_peers_say() -> None:
 
 
 def test_no_peer_id_is_told() -> None:
-    told = text(trained())
+    told = monitor_text(trained())
     assert not any(peer_id(number) in told for number in (0, 1, 100, 101, 200, 201))

@@ -42,7 +42,7 @@ from dilocox.pipeline.messages import Stepped
 from tests.clocks import TestClock
 from tests.peer.local_peers import local_peer
 from tests.peer.loops import Loop
-from tests.peer.training.test_report import REPORT, STATUS
+from tests.peer.told_reports import REPORT, STATUS
 
 PEER = "12D3KooWEXWcUQWJ6amCxHKtPFrcNxgepcmy7YXo7tirWjgiJ9Fr"
 

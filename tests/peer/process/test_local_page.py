@@ -27,7 +27,7 @@ from dilocox.peer.process.local_page import TOKEN_HEADER, LocalPage
 from dilocox.peer.process.resting import Allowance
 from dilocox.peer.state_folder import StateFolder
 from tests.peer.commands.test_cli import INVITE
-from tests.peer.training.test_report import STATUS
+from tests.peer.told_reports import STATUS
 from tests.swarm.browser import Window
 from tests.swarm.small_run import run_manifest
 

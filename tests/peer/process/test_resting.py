@@ -33,8 +33,8 @@ from dilocox.peer.process.resting import (
 from dilocox.peer.state_folder import StateFolder
 from tests.dht.processes import wait_until
 from tests.peer.commands.test_cli import INVITE
-from tests.peer.process.test_metrics import Shown
 from tests.peer.real_commands import Command
+from tests.peer.shown_metrics import Shown
 
 RUN = Invite.parse(INVITE).run_id
 

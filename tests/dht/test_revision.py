@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +13,7 @@ import pytest
 from dilocox.dht.errors import UnreadableManifest
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import run_id
-from dilocox.dht.manifest import Manifest, SignedManifest
+from dilocox.dht.manifest import SignedManifest
 from dilocox.dht.manifest_revisions import (
     REVISION_S,
     ManifestWatch,
@@ -25,9 +24,7 @@ from dilocox.dht.manifest_revisions import (
 from dilocox.dht.records import ClaimRecord
 from dilocox.dht.swarm import Swarm
 from dilocox.dht.swarm_view import that_count
-
-FIRST = Manifest.from_dict({"name": "demo", "model": "tiny", "end_tokens": 1_000_000})
-PAUSED = in_state(FIRST, "paused")
+from tests.dht.revisions import FIRST, PAUSED, unreadable
 
 
 class ToldDHT:
@@ -41,14 +38,6 @@ class ToldDHT:
     def newest_manifest(self, _timeout_s: float) -> SignedManifest | None:
         self.asked += 1
         return self.signed
-
-
-def unreadable(operator: Identity, **values: Any) -> SignedManifest:
-    """As an operator with a newer dilocox signs it."""
-    signed = SignedManifest.sign(operator, PAUSED)
-    content = json.dumps(PAUSED.to_dict() | values).encode()
-    signature = operator.sign(b"dilocox manifest\0" + content)
-    return replace(signed, manifest_bytes=content, signature=signature)
 
 
 @pytest.fixture

@@ -44,6 +44,7 @@ from tests.swarm.processes import TAG, Process, family, send_signal, shared_memo
 
 START_LIMIT_S = 90.0
 LEAVE_LIMIT_S = 40.0
+OPERATE_LIMIT_S = 60.0
 GONE_LIMIT_S = 5.0  # nothing survives a killed main process longer
 POLL_S = 0.05
 FRESH_S = 3.0  # a peer whose last inner step is older does not train
@@ -319,6 +320,11 @@ class ProcessSwarm:
         said = child.log.read_text(errors="replace")
         assert child.returncode == 0, said
         return said
+
+    def operate(self, *arguments: str) -> str:
+        """Run `dilocox operate` where the operator's key is; what it printed."""
+        state = str(self.folder / "bootstrap")
+        return self.run_command("operate", *arguments, "--state", state, limit_s=OPERATE_LIMIT_S)
 
     def _start_peer(self, name: str, options: tuple[str, ...], program: tuple[str, ...]) -> Child:
         self._starts += 1

@@ -10,7 +10,6 @@ from tests.swarm.conftest import StartSwarm
 from tests.swarm.harness import Peer, ProcessSwarm
 from tests.swarm.outcomes import newest_round
 from tests.swarm.small_run import fixed_steps
-from tests.swarm.test_operate import operate
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(420)]
 
@@ -57,7 +56,7 @@ def test_in_a_listed_run_those_who_are_admitted_train_and_nobody_hears_another_o
     first.expected = second.expected = False
     for peer in (first, second):
         ends_unadmitted(swarm, peer)
-    said = operate(swarm, "admit", first.peer_id, second.peer_id, "--days", "1")
+    said = swarm.operate("admit", first.peer_id, second.peer_id, "--days", "1")
     assert said.count("is admitted until") == 2
     for peer in (first, second):
         swarm.restart(peer)
@@ -74,11 +73,11 @@ def test_in_a_listed_run_those_who_are_admitted_train_and_nobody_hears_another_o
     assert all(each <= {first.peer_id, second.peer_id} for each in together)
     assert sum(len(each) == 2 for each in together) >= len(together) - 1, "it stopped exchanges"
 
-    operate(swarm, "admit", intruder.peer_id)
+    swarm.operate("admit", intruder.peer_id)
     wait_for_a_record_of(swarm, first, second, intruder)
     second.expected = False
-    assert "from now on the operator's key is" in operate(swarm, "rotate")
-    operate(swarm, "revoke", second.peer_id)  # signed with the new one
+    assert "from now on the operator's key is" in swarm.operate("rotate")
+    swarm.operate("revoke", second.peer_id)  # signed with the new one
     ends_unadmitted(swarm, second)
     wait_for_a_record_of(swarm, first, intruder)
-    assert second.peer_id not in operate(swarm, "admitted")
+    assert second.peer_id not in swarm.operate("admitted")

@@ -15,7 +15,7 @@ import pytest
 
 from dilocox.peer.chain.round_history import parsed_row
 from dilocox.peer.monitor.tracking import SETTLED
-from tests.peer.monitor.test_tracking import scalars, wandb_history
+from tests.peer.monitor.tracked import scalars, wandb_history
 from tests.swarm.conftest import StartSwarm
 from tests.swarm.monitors import WatchingMonitor
 

@@ -13,20 +13,13 @@ from dilocox.dht.manifest import PROTOCOL_VERSION
 from dilocox.peer.chain.store import Store, kept_run
 from dilocox.peer.os_process import start_process
 from tests.swarm.conftest import StartSwarm
-from tests.swarm.harness import Peer, ProcessSwarm
+from tests.swarm.harness import OPERATE_LIMIT_S, Peer, ProcessSwarm
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 
 STEP_S = 0.05
 ROUNDS = {"inner_steps": 20, "min_inner_steps": 20, "max_inner_steps": 20}
-OPERATE_LIMIT_S = 60.0
 TRAIN_LIMIT_S = 120.0
-
-
-def operate(swarm: ProcessSwarm, *arguments: str) -> str:
-    """Run `dilocox operate`; what it printed."""
-    state = str(swarm.folder / "bootstrap")
-    return swarm.run_command("operate", *arguments, "--state", state, limit_s=OPERATE_LIMIT_S)
 
 
 def edited(swarm: ProcessSwarm, **sections: Any) -> str:
@@ -44,7 +37,7 @@ def verify_paused(swarm: ProcessSwarm) -> None:
 
     The run is paused for it, and stays so: the archive must not go on while it is read.
     """
-    operate(swarm, "pause")
+    swarm.operate("pause")
     swarm.let_pass(8.0)
     for folder in (swarm.peers[0].state, swarm.folder / "bootstrap"):
         swarm.run_command("verify", str(folder), limit_s=OPERATE_LIMIT_S)
@@ -58,7 +51,7 @@ def newest(peers: list[Peer]) -> int:
 def pause_and_resume(swarm: ProcessSwarm) -> None:
     """Nothing is committed while the run is paused, and all of it goes on."""
     began = time.time()
-    operate(swarm, "pause")
+    swarm.operate("pause")
     paused = "the operator has paused the run"
     heads = [peer for peer in swarm.peers if peer.stage == 0]
     swarm.wait(
@@ -78,7 +71,7 @@ def pause_and_resume(swarm: ProcessSwarm) -> None:
     assert rounds == {peer.name: len(peer.rounds) for peer in swarm.peers}
     assert steps == {peer.name: peer.status["inner_step"] for peer in swarm.peers}
     began = time.time()
-    operate(swarm, "resume")
+    swarm.operate("resume")
     swarm.wait_for_rounds(2, TRAIN_LIMIT_S)
     print(f"two rounds {time.time() - began:.1f} s after resume")
     swarm.assert_equal_chains()
@@ -88,7 +81,7 @@ def revise(swarm: ProcessSwarm) -> None:
     """Another outer learning rate: both go on with it, on one chain that can be replayed."""
     began, before = time.time(), newest(swarm.peers)
     starts = {peer.name: len(peer.of_kind("training")) for peer in swarm.peers}
-    said = operate(swarm, "revise", edited(swarm, outer={"learning_rate": 0.4}))
+    said = swarm.operate("revise", edited(swarm, outer={"learning_rate": 0.4}))
     assert "outer.learning_rate: 0.7 -> 0.4" in said
     swarm.wait(
         lambda: all(len(peer.of_kind("training")) > starts[peer.name] for peer in swarm.peers),
@@ -126,7 +119,7 @@ def roll_back(swarm: ProcessSwarm) -> None:
     """All go on from an earlier round, with equal digests, and not from what came after it."""
     began = time.time()
     target, left = swarm.peers[0].rounds[2], newest(swarm.peers)
-    operate(swarm, "rollback", "--yes", "--round", str(target["round"]))
+    swarm.operate("rollback", "--yes", "--round", str(target["round"]))
     swarm.wait(
         lambda: all(len(merged_under(swarm, peer, 1)) >= 2 for peer in swarm.peers),
         TRAIN_LIMIT_S,
@@ -155,10 +148,10 @@ def end(swarm: ProcessSwarm) -> None:
     began = time.time()
     for peer in swarm.peers:
         peer.expected = False
-    operate(swarm, "end", "--yes")
+    swarm.operate("end", "--yes")
     wait_until_all_have_left(swarm)
     print(f"all have left {time.time() - began:.1f} s after the command")
-    assert "is ended already" in operate(swarm, "end")
+    assert "is ended already" in swarm.operate("end")
 
 
 def wait_until_all_have_left(swarm: ProcessSwarm) -> None:
@@ -207,7 +200,7 @@ def test_a_pipeline_is_paused_turned_back_and_ended(start_swarm: StartSwarm) -> 
     swarm.wait_for_rounds(2, TRAIN_LIMIT_S)
     pause_and_resume(swarm)
     target = swarm.peers[0].rounds[0]["round"]
-    operate(swarm, "rollback", "--yes", "--round", str(target))
+    swarm.operate("rollback", "--yes", "--round", str(target))
     swarm.wait(
         lambda: all(records_under(swarm, peer, 3) for peer in swarm.peers),
         TRAIN_LIMIT_S,
@@ -245,7 +238,7 @@ def test_whenever_two_replicas_are_ended_nothing_that_they_learnt_is_lost(
     swarm.wait_for_rounds(2, TRAIN_LIMIT_S)
     head = swarm.peers[0]
     if moment == "paused":
-        operate(swarm, "pause")
+        swarm.operate("pause")
     else:
         wanted = moment == "in an exchange"
         swarm.wait(
@@ -295,7 +288,7 @@ def test_a_peer_that_cannot_read_a_revision_leaves_in_order_with_the_reason(
     older = swarm.add_peer(older=True)
     swarm.wait_for_counted(older, limit_s=TRAIN_LIMIT_S)
     older.expected = False
-    operate(swarm, "pause")
+    swarm.operate("pause")
     for _ in range(2):
         older.child.wait(90)
         older.look()
@@ -307,6 +300,6 @@ def test_a_peer_that_cannot_read_a_revision_leaves_in_order_with_the_reason(
         swarm.restart(older)  # which helps nothing
         older.expected = False
     older.child.wait(90)
-    operate(swarm, "resume")
+    swarm.operate("resume")
     swarm.peers.remove(older)
     swarm.wait_for_rounds(2, TRAIN_LIMIT_S)

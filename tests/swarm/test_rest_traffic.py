@@ -15,7 +15,6 @@ from tests.swarm.conftest import StartSwarm
 from tests.swarm.harness import ProcessSwarm
 from tests.swarm.links import Links
 from tests.swarm.small_run import USUAL_DEADLINES, fixed_steps
-from tests.swarm.test_operate import operate
 
 PEERS = 8
 STEP_S, INNER_STEPS = 0.5, 40
@@ -53,7 +52,7 @@ def test_eight_peers_at_rest_send_little(start_swarm: StartSwarm) -> None:
         START_LIMIT_S,
         "a record of all of them",
     )
-    operate(swarm, "pause")
+    swarm.operate("pause")
     swarm.wait(
         lambda: all(
             peer.status["blocked"] == PAUSED and peer.status["in_flight"] is None

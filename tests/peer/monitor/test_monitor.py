@@ -23,7 +23,7 @@ from dilocox.peer.monitor import monitor
 from dilocox.peer.monitor.chains import Order, Walk
 from dilocox.peer.monitor.monitor import Monitor, run_monitor_command
 from dilocox.peer.options import MonitorOptions
-from tests.dht.test_revision import FIRST, unreadable
+from tests.dht.revisions import FIRST, unreadable
 from tests.peer.fabricated import (
     INVITE,
     NOW,

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import struct
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,6 +15,7 @@ from dilocox.peer.monitor import tracking
 from dilocox.peer.monitor.history import Point, SwarmHistory
 from dilocox.peer.monitor.tracking import SETTLED, TensorBoard, Tracker, Wandb
 from tests.peer.fabricated import RUN
+from tests.peer.monitor.tracked import scalars, wandb_history
 
 
 def row(number: int) -> HistoryRow:
@@ -35,14 +33,6 @@ def board(folder: Path) -> Tracker:
 def written(folder: Path, tag: str = "loss/validation") -> Counter[int]:
     """How often each round is in the event files."""
     return Counter(number for number, _ in scalars(folder, tag))
-
-
-def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
-    """Rounds and values that TensorBoard reads."""
-    loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    found: Any = loader.EventAccumulator(str(folder))
-    found.Reload()
-    return [(event.step, event.value) for event in found.Scalars(tag)]
 
 
 @pytest.fixture(autouse=True)
@@ -135,24 +125,3 @@ def test_wandbs_offline_files_have_each_round_once_also_after_a_restart(tmp_path
         "_step": 4,
         "_timestamp": 30.0,
     }
-
-
-def wandb_history(file: Path) -> list[dict[str, Any]]:
-    """The rows of a run, from LevelDB's log format in which wandb keeps them."""
-    protocol: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
-    data, at, held, found = file.read_bytes(), 7, b"", list[dict[str, Any]]()
-    while at + 7 <= len(data):
-        if (left := (1 << 15) - at % (1 << 15)) < 7:  # no header fits at a block's end
-            at += left
-            continue
-        length, kind = struct.unpack("<xxxxHB", data[at : at + 7])
-        held += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # whole, or the last part
-            record = protocol.Record.FromString(held)
-            held = b""
-            items = record.history.item
-            if items:
-                names = ((each.key or ".".join(each.nested_key), each) for each in items)
-                found.append({name: json.loads(each.value_json) for name, each in names})
-    return found

@@ -13,12 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dilocox.dht.identity import Identity
-from dilocox.peer.chain.store import RoundLog
 from dilocox.peer.rounds.ballots import (
     MAX_VOTE_BYTES,
     Ballot,
-    Ballots,
     SignedVote,
     VoteRefused,
     certificate,
@@ -29,25 +26,11 @@ from dilocox.peer.rounds.ballots import (
 from dilocox.peer.rounds.record import Contribution, RecordRefused
 from dilocox.peer.rounds.standing import Standing
 from dilocox.peer.rounds.vote_count import Verdict, Vote
-from tests.peer.codecs import codec_of
-from tests.peer.members import LAYOUT, MANIFEST_DIGEST, template
+from tests.peer.members import template
+from tests.peer.rounds.voters import BALLOT, KEYS, A, B, C, D, Z, ballots_of, log_of
 
 D1, D2 = "1" * 64, "2" * 64
-KEYS = sorted(
-    (Identity(Path("key"), bytes([number]) * 32) for number in range(5)),
-    key=lambda identity: identity.peer_id,
-)
-A, B, C, D, Z = (identity.peer_id for identity in KEYS)
 KEY_OF = {identity.peer_id: identity for identity in KEYS}
-BALLOT = Ballot(
-    run="run",
-    stage=0,
-    round=3,
-    attempt=0,
-    group=b"group",
-    members=(A, B, C, D),
-    voters=frozenset({A, B, C, D}),
-)
 
 
 def voted(voter: str, digest: str | None = D1, *missed: str, ballot: Ballot = BALLOT) -> SignedVote:
@@ -232,21 +215,6 @@ def test_a_certificate_that_proves_nothing_is_refused(data: bytes, reason: str) 
 
 
 # ---- the votes at hand ---------------------------------------------------------------------------
-def ballots_of(identities: list[Identity], folder: Path, **changes: Any) -> list[Ballots]:
-    """Each member's own."""
-    members = tuple(identity.peer_id for identity in identities)
-    ballot = replace(BALLOT, **({"members": members, "voters": frozenset(members)} | changes))
-    return [
-        Ballots(identity=identity, ballot=ballot, save_vote=log_of(folder, identity).save_vote)
-        for identity in identities
-    ]
-
-
-def log_of(folder: Path, identity: Identity) -> RoundLog:
-    own = folder / identity.peer_id
-    return RoundLog(own, manifest_digest=MANIFEST_DIGEST, codec=codec_of(LAYOUT))
-
-
 def test_a_vote_is_on_disk_before_it_is_given_away(tmp_path: Path) -> None:
     own, *_ = ballots_of(KEYS[:3], tmp_path)
     vote = own.cast(D1, ())

@@ -29,7 +29,7 @@ from dilocox.peer.rounds.record import stage_codec
 from dilocox.peer.rounds.standing import MOST_TOKENS, Standing, following_standings
 from dilocox.peer.rounds.vote_count import MAX_MEMBERS, may_start
 from tests.peer.members import LAYOUT, template
-from tests.peer.rounds.test_ballots import ballots_of
+from tests.peer.rounds.voters import ballots_of
 
 MANIFEST = Manifest.from_dict({"name": "test", "model": "tiny", "end_tokens": 1000})
 CODEC = stage_codec(MANIFEST, LAYOUT)

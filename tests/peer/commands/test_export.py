@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from dilocox.compression.layout import FlatLayout
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.commands import export
@@ -23,21 +21,10 @@ from dilocox.peer.commands.export import (
     model_card,
     shown_rounds,
 )
-from dilocox.pipeline.stage import build_stage, flatten_parameters, parameter_shapes
+from dilocox.pipeline.stage import build_stage, parameter_shapes
+from tests.peer.commands.checkpoints import INFO, LLAMA, RUN, Config, stage_tensors, write
 from tests.sweeps import sweep
 
-Config = dict[str, Any]
-Tensors = Mapping[str, Tensor]
-RUN = "ab" * 16
-INFO = {"run": RUN, "round": 12, "digest": "cd" * 32, "tokens": 12345}
-LLAMA: Config = {
-    "model_type": "llama",
-    "vocab_size": 384,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-}
 FAMILIES: dict[str, Config] = {
     "llama": {},
     "gemma2": {"head_dim": 8, "num_key_value_heads": 2},
@@ -49,36 +36,6 @@ FAMILIES: dict[str, Config] = {
     # Has buffers in its checkpoint.
     "minimax": {"num_key_value_heads": 2, "num_local_experts": 4, "block_size": 4},
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def stage_tensors(config: Config, num_stages: int, stage: int, seed: int = 3) -> Tensors:
-    """As peers hold them: views into one flat vector per stage."""
-    module = build_stage(config, stage, num_stages, seed)
-    layout = FlatLayout.of(parameter_shapes(config, num_stages, stage))
-    return layout.view(flatten_parameters(module, layout))
-
-
-def write(
-    folder: Path,
-    config: Config = LLAMA,
-    num_stages: int = 2,
-    seed: int = 3,
-    *,
-    tokenizer: str = "byt5",
-    dtype: torch.dtype = torch.float32,
-) -> None:
-    with CheckpointDraft(folder, config, num_stages, tokenizer, RUN, dtype) as checkpoint:
-        for stage in range(num_stages):
-            checkpoint.add({"stage": stage}, stage_tensors(config, num_stages, stage, seed))
-        checkpoint.finish(INFO, "# a card\n")
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])

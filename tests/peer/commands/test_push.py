@@ -26,12 +26,11 @@ from dilocox.peer.commands import push
 from dilocox.peer.commands.export import CheckpointDraft, model_card
 from dilocox.peer.commands.push import Repository, run_push_command
 from dilocox.peer.options import PushOptions
+from tests.peer.commands.checkpoints import stage_tensors
 from tests.peer.commands.hub import OWNER, READ_ONLY, TOKEN, Hub, serving
-from tests.peer.commands.test_cli import INVITE
-from tests.peer.commands.test_export import stage_tensors
+from tests.peer.fabricated import INVITE, RUN
 
 NAME = f"{OWNER}/tales"
-RUN = Invite.parse(INVITE).run_id
 MANIFEST = Manifest.from_dict({"name": "tales", "model": "tiny", "stages": 2, "end_tokens": 900})
 
 

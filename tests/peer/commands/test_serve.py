@@ -26,7 +26,7 @@ from dilocox.peer.commands.export import TextModel, continue_text
 from dilocox.peer.commands.serve import ChatService, Loaded, StopText, check_room, serving_bytes
 from dilocox.peer.http_pages import PageServer
 from tests.dht.processes import wait_until
-from tests.peer.commands.test_export import LLAMA, RUN, write
+from tests.peer.commands.checkpoints import LLAMA, RUN, write
 from tests.peer.corpora import write_tokenizer
 from tests.swarm.browser import Window
 

@@ -24,6 +24,7 @@ NOW = 1_763_640_000.0  # 12:00:00 UTC of some day
 RUN = "0123456789abcdef" * 2
 PEER = "12D3KooWEXWcUQWJ6amCxHKtPFrcNxgepcmy7YXo7tirWjgiJ9Fr"
 INVITE = f"dilocox:{RUN}@/ip4/203.0.113.7/tcp/31337/p2p/{PEER}"
+NOBODYS_INVITE = INVITE.replace("203.0.113.7/tcp/31337", "127.0.0.1/tcp/1")  # nothing listens
 
 
 def manifest_of(stages: int = 3, **sections: Any) -> Manifest:

@@ -21,12 +21,9 @@ from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.peer import cli
 from dilocox.peer.commands import bootstrap, demo, export, history
 from dilocox.peer.os_process import set_up_logging
+from tests.peer.fabricated import INVITE
 from tests.peer.real_commands import Command, error_line, run_here
 
-INVITE = (
-    "dilocox:0123456789abcdef0123456789abcdef@/ip4/127.0.0.1/tcp/1/p2p/"
-    "12D3KooWEXWcUQWJ6amCxHKtPFrcNxgepcmy7YXo7tirWjgiJ9Fr"
-)
 HELP_LIMIT_S = 1.0  # half a second where nothing else runs
 COMMANDS = ("demo", "bootstrap", "peer", "doctor", "export", "log", "verify")
 COMMANDS += ("pause", "resume", "generate", "serve")

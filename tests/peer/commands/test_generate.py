@@ -14,7 +14,7 @@ from dilocox.dht.invite import Invite
 from dilocox.peer.commands import export
 from dilocox.peer.commands.export import run_generate_command
 from dilocox.peer.options import GenerateOptions
-from tests.peer.commands.test_cli import INVITE
+from tests.peer.fabricated import INVITE
 
 Texts = list[tuple[tuple[Any, ...], dict[str, Any]]]
 

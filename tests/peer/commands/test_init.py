@@ -22,6 +22,7 @@ from dilocox.peer.commands.init import machines_of, run_init_command, token_coun
 from dilocox.peer.commands.operate import checked_manifest
 from dilocox.peer.options import InitOptions
 from dilocox.peer.process import sizes
+from tests.peer.fabricated import INVITE
 from tests.peer.real_commands import error_line, run_here, write_manifest
 
 pytestmark = pytest.mark.usefixtures("activations_are_reckoned_once")
@@ -294,8 +295,6 @@ def test_a_check_in_the_folder_of_a_run_says_that_it_goes_on_or_why_not(
 def test_an_invite_has_nothing_to_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tests.peer.commands.test_cli import INVITE
-
     monkeypatch.chdir(tmp_path)
     assert run_here(monkeypatch, "bootstrap", INVITE, "--check", "--metrics-port", "0") == 2
     assert "--check is for a run.yaml" in error_line(capsys.readouterr().err)

@@ -26,6 +26,7 @@ from dilocox.peer.options import MonitorOptions
 from tests.dht.revisions import FIRST, unreadable
 from tests.peer.fabricated import (
     INVITE,
+    NOBODYS_INVITE,
     NOW,
     RUN,
     ToldSwarm,
@@ -254,8 +255,9 @@ def test_a_monitor_of_an_unknown_run_says_that_no_bootstrap_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(addresses, "BOOTSTRAP_PATIENCE_S", 0.1)
-    nobody = INVITE.replace("203.0.113.7/tcp/31337", "127.0.0.1/tcp/9")
-    options = MonitorOptions(invite=Invite.parse(nobody), state=tmp_path, host="127.0.0.1", port=0)
+    options = MonitorOptions(
+        invite=Invite.parse(NOBODYS_INVITE), state=tmp_path, host="127.0.0.1", port=0
+    )
     with pytest.raises(EnvironmentFault, match="no bootstrap can be reached"):
         run_monitor_command(options)
 

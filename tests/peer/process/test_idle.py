@@ -12,7 +12,7 @@ from dilocox.peer.options import PeerOptions
 from dilocox.peer.process.idle import LOOK_S, WATCHING, WINDOW_S, IdleWatch, Machine, nvidia_use
 from dilocox.peer.process.resting import Allowance
 from dilocox.peer.state_folder import StateFolder
-from tests.peer.commands.test_cli import INVITE
+from tests.peer.fabricated import INVITE
 
 ME = 100
 CORES = 4

@@ -26,12 +26,11 @@ from dilocox.peer.options import PeerOptions
 from dilocox.peer.process.local_page import TOKEN_HEADER, LocalPage
 from dilocox.peer.process.resting import Allowance
 from dilocox.peer.state_folder import StateFolder
-from tests.peer.commands.test_cli import INVITE
+from tests.peer.fabricated import INVITE, RUN
 from tests.peer.told_reports import STATUS
 from tests.swarm.browser import Window
 from tests.swarm.small_run import run_manifest
 
-RUN = Invite.parse(INVITE).run_id
 HTML = (files("dilocox.peer.process") / "page" / "peer.html").read_text()
 
 

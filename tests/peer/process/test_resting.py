@@ -32,11 +32,9 @@ from dilocox.peer.process.resting import (
 )
 from dilocox.peer.state_folder import StateFolder
 from tests.dht.processes import wait_until
-from tests.peer.commands.test_cli import INVITE
+from tests.peer.fabricated import NOBODYS_INVITE, RUN
 from tests.peer.real_commands import Command
 from tests.peer.shown_metrics import Shown
-
-RUN = Invite.parse(INVITE).run_id
 
 
 @pytest.fixture
@@ -51,7 +49,7 @@ def state(tmp_path: Path) -> Path:
 
 
 def options(state: Path, **changes: Any) -> PeerOptions:
-    return PeerOptions(invite=Invite.parse(INVITE), state=state, metrics_port=0, **changes)
+    return PeerOptions(invite=Invite.parse(NOBODYS_INVITE), state=state, metrics_port=0, **changes)
 
 
 def status_of(state: Path) -> dict[str, Any]:
@@ -180,7 +178,7 @@ def test_a_paused_peer_starts_nothing_goes_on_from_its_page_and_leaves_on_a_sign
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     StateFolder(state).pause(True)
-    arguments = ("peer", INVITE, "--state", str(state), "--metrics-port", str(port))
+    arguments = ("peer", NOBODYS_INVITE, "--state", str(state), "--metrics-port", str(port))
     command = Command(*arguments, folder=state)
     again = None
     try:

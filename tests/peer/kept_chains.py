@@ -51,6 +51,11 @@ MODEL: dict[str, Any] = {  # 42,000 parameters: what a test trains, checks and r
 Change = Callable[[RoundRecord], RoundRecord]
 
 
+def another_anchor(record: RoundRecord) -> RoundRecord:
+    """A lie that only a replay finds."""
+    return replace(record, anchor_before="f" * 64)
+
+
 def manifest_of(scheme: str = "low_rank", **codec: Any) -> Manifest:
     """A run whose ranks and H move within a few rounds."""
     return Manifest.from_dict(
@@ -238,3 +243,7 @@ class ChainMaker:
         """Where the record of a round lies."""
         (path,) = (self.own / "log").glob(f"{number:08d}-*.record")
         return path
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())

@@ -13,13 +13,8 @@ from dilocox.peer.chain.replay import Replayed, replay
 from dilocox.peer.chain.snapshot_files import STATE_FILE
 from dilocox.peer.chain.store import OLDER_NAME, kept_run
 from dilocox.peer.rounds.outer_step import anchor_sha256
-from tests.peer.chain.test_archive import CHECK, MANIFEST, Kept, maker
+from tests.peer.chain.archives import CHECK, MANIFEST, Kept, donor_of
 from tests.peer.kept_chains import RUN, ChainMaker
-
-
-@pytest.fixture
-def donor(identities: list[Identity], tmp_path: Path) -> ChainMaker:
-    return maker(identities[0], tmp_path / "donor")
 
 
 def of_run(folder: Path) -> Path:
@@ -104,7 +99,7 @@ def test_older_records_make_room_when_they_are_too_many(donor: ChainMaker, tmp_p
 def test_a_chain_that_lost_leaves_nothing_in_the_history(
     identities: list[Identity], tmp_path: Path
 ) -> None:
-    ours, theirs = (maker(each, tmp_path / each.peer_id) for each in identities[:2])
+    ours, theirs = (donor_of(each, tmp_path / each.peer_id) for each in identities[:2])
     kept = Kept(of_run(tmp_path), ours, theirs)
     through_generations(kept, ours, *range(6))
     assert kept.state_round > 0

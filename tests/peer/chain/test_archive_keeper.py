@@ -16,20 +16,15 @@ from typing import Any, cast
 import pytest
 from hivemind.p2p import P2P
 
-from dilocox.dht.identity import Identity
 from dilocox.dht.records import ClaimRecord, claim_key
 from dilocox.dht.rpc import chunk_of, facts_of, request_of
 from dilocox.peer.chain import archive_keeper
 from dilocox.peer.chain.archive_keeper import Archive, ArchiveService, Keeper
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.uploads import Source
-from tests.peer.chain.test_archive import MANIFEST, ME, Kept, maker
+from tests.dht.processes import wait_until
+from tests.peer.chain.archives import MANIFEST, ME, Kept
 from tests.peer.kept_chains import RUN, ChainMaker
-
-
-@pytest.fixture
-def donor(identities: list[Identity], tmp_path: Path) -> ChainMaker:
-    return maker(identities[0], tmp_path / "donor")
 
 
 def test_the_service_answers_as_an_averager_does(donor: ChainMaker, tmp_path: Path) -> None:
@@ -174,25 +169,18 @@ def while_it_keeps(folder: Path, test: Callable[[Keeper], None]) -> None:
     asyncio.run(run())
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_new_rules_move_no_folder_in_which_a_thread_still_works(
     tmp_path: Path, stages: OpenedStages
 ) -> None:
     before, after = [(0, 1000), (1, 1000)], [(0, 1), (1, 1)]
 
     def revised(keeper: Keeper) -> None:
-        wait_until(lambda: sorted(stages.opened) == before)
+        wait_until(lambda: sorted(stages.opened) == before, 20.0)
         keeper.revise(replace(MANIFEST, stages=2, end_tokens=1))
         time.sleep(0.2)
         assert sorted(stages.opened) == before, "both are still being opened under the old rules"
         stages.may_open.set()
-        wait_until(lambda: sorted(stages.opened[2:]) == after)
+        wait_until(lambda: sorted(stages.opened[2:]) == after, 20.0)
 
     stages.may_open.clear()
     while_it_keeps(tmp_path, revised)
@@ -202,10 +190,10 @@ def test_a_stage_that_cannot_be_put_down_holds_up_no_new_rules(
     tmp_path: Path, stages: OpenedStages, caplog: pytest.LogCaptureFixture
 ) -> None:
     def revised(keeper: Keeper) -> None:
-        wait_until(lambda: keeper.rounds == {0: 7, 1: 7})
+        wait_until(lambda: keeper.rounds == {0: 7, 1: 7}, 20.0)
         for end_tokens in (1, 2):
             keeper.revise(replace(MANIFEST, stages=2, end_tokens=end_tokens))
-        wait_until(lambda: sorted(stages.opened[-2:]) == [(0, 2), (1, 2)])
+        wait_until(lambda: sorted(stages.opened[-2:]) == [(0, 2), (1, 2)], 20.0)
 
     while_it_keeps(tmp_path, revised)
     assert {0, 1} <= set(stages.closed)

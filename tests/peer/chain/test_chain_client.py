@@ -27,15 +27,10 @@ from dilocox.peer.chain.snapshot_files import STATE_FACTS_FILE
 from dilocox.peer.chain.store import RoundLog
 from dilocox.peer.chain.uploads import Source, find_in_log, open_state
 from dilocox.peer.rounds.record import RecordRefused, parse_header
-from tests.peer.kept_chains import RUN, ChainMaker, manifest_of
+from tests.peer.kept_chains import RUN, ChainMaker
 from tests.peer.memory_swarm import MemorySwarm, on_any_chain
 
 PEER = "QmPeer"
-
-
-@pytest.fixture
-def maker(identities: list[Identity], tmp_path: Path) -> ChainMaker:
-    return ChainMaker(identities[0], tmp_path / "state", manifest_of())
 
 
 class Joiner:

@@ -24,14 +24,9 @@ from dilocox.peer.chain.visitor_download import (
     download_chain,
     list_chain,
 )
-from tests.peer.kept_chains import RUN, ChainMaker, manifest_of
+from tests.peer.kept_chains import RUN, ChainMaker
 from tests.peer.memory_swarm import Find, MemorySwarm
 from tests.peer.told_records import told_chain
-
-
-@pytest.fixture
-def maker(identities: list[Identity], tmp_path: Path) -> ChainMaker:
-    return ChainMaker(identities[0], tmp_path / "state", manifest_of())
 
 
 class Claimed:

@@ -27,8 +27,8 @@ from dilocox.peer.chain.snapshot_files import (
 )
 from dilocox.peer.chain.store import RoundLog
 from dilocox.peer.training.snapshot_taking import Journal, JournaledSend
-from tests.peer.chain.test_archive import CHECK, MANIFEST, Kept
-from tests.peer.kept_chains import ChainMaker
+from tests.peer.chain.archives import CHECK, MANIFEST, Kept
+from tests.peer.kept_chains import ChainMaker, names_in
 from tests.sweeps import sweep
 
 LAYOUT = "l" * 64
@@ -68,10 +68,6 @@ def snapshot_of(number: int) -> Snapshot:
     )
 
 
-def files_of(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
 def test_a_snapshot_with_a_changed_byte_is_set_aside_for_the_one_before(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -79,7 +75,7 @@ def test_a_snapshot_with_a_changed_byte_is_set_aside_for_the_one_before(
     older = write_snapshot(sound, snapshot_of(3)).rename(tmp_path / "older")
     newest = write_snapshot(sound, snapshot_of(4), number=1).name
     older.rename(sound / "00000000")
-    names = files_of(sound / newest)
+    names = names_in(sound / newest)
     assert len(names) == 5
     count = 0
     for name in names:

@@ -5,7 +5,6 @@ no other.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -23,8 +22,8 @@ CAP = tokens_cap(manifest_of())
 
 
 @pytest.fixture
-def maker(identities: list[Identity], tmp_path: Path) -> ChainMaker:
-    maker = ChainMaker(identities[0], tmp_path, manifest_of())
+def maker(maker: ChainMaker) -> ChainMaker:
+    """Of one round."""
     maker.train(0)
     return maker
 

@@ -12,13 +12,8 @@ from dilocox.dht.identity import Identity
 from dilocox.peer.chain.replay import Replayed, replay
 from dilocox.peer.chain.store import kept_run
 from dilocox.peer.rounds.record import RoundRecord
-from tests.peer.kept_chains import ChainMaker, Change, manifest_of
+from tests.peer.kept_chains import ChainMaker, Change, another_anchor, manifest_of
 from tests.sweeps import sweep
-
-
-@pytest.fixture
-def maker(identities: list[Identity], tmp_path: Path) -> ChainMaker:
-    return ChainMaker(identities[0], tmp_path, manifest_of())
 
 
 def replayed(maker: ChainMaker) -> Replayed:
@@ -91,10 +86,6 @@ def test_no_rounds_are_no_flaw(maker: ChainMaker) -> None:
 
 
 # ---- flaws ---------------------------------------------------------------------------------------
-def another_anchor(record: RoundRecord) -> RoundRecord:
-    return replace(record, anchor_before="f" * 64)
-
-
 def more_tokens(record: RoundRecord) -> RoundRecord:
     return replace(record, chain_tokens=record.chain_tokens + 1)
 

@@ -26,6 +26,7 @@ from dilocox.peer.chain.snapshot_files import (
     state_sha256,
     write_snapshot,
 )
+from tests.peer.kept_chains import names_in
 
 LAYOUT = "l" * 64
 
@@ -41,10 +42,6 @@ def made(round_number: int = 3, **changes: Any) -> Snapshot:
         "facts": {"data": {"part": 2, "used": 9}, "merge": {"tokens": 11}},
     }
     return Snapshot(**(facts | changes))
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 def test_a_snapshot_comes_back_as_it_was_written(tmp_path: Path) -> None:
@@ -84,7 +81,7 @@ def test_a_large_one_reaches_the_disk_while_it_is_written(
 
 def test_only_the_newest_is_kept(tmp_path: Path) -> None:
     written = [write_snapshot(tmp_path, made(round_number)) for round_number in range(3)]
-    assert names(tmp_path) == ["00000002"]
+    assert names_in(tmp_path) == ["00000002"]
     assert newest(tmp_path) == written[-1]
     found = read_snapshot(tmp_path, layout=LAYOUT)
     assert found is not None and found.round == 2
@@ -123,7 +120,7 @@ def test_a_disk_that_gives_up_at_any_moment_leaves_the_old_snapshot(
         write_snapshot(tmp_path, made(4))
     assert str(tmp_path) in str(caught.value)
     monkeypatch.undo()
-    assert names(tmp_path) == ["00000000"]
+    assert names_in(tmp_path) == ["00000000"]
     found = read_snapshot(tmp_path, layout=LAYOUT)
     assert found is not None and found.round == 3
 
@@ -143,11 +140,11 @@ def test_a_snapshot_that_was_cut_off_by_a_crash_does_not_count(
     with pytest.raises(Killed):
         write_snapshot(tmp_path, made(4))
     monkeypatch.undo()
-    assert names(tmp_path) == ["00000000", "00000001.partial"]
+    assert names_in(tmp_path) == ["00000000", "00000001.partial"]
     found = read_snapshot(tmp_path, layout=LAYOUT)
     assert found is not None and found.round == 3
     write_snapshot(tmp_path, made(5))
-    assert names(tmp_path) == ["00000001"]
+    assert names_in(tmp_path) == ["00000001"]
 
 
 @pytest.mark.parametrize("name", [STATE_FILE, STATE_FACTS_FILE, LOCAL_FILE])
@@ -162,12 +159,12 @@ def test_a_damaged_snapshot_is_set_aside_and_an_older_one_counts(
     harm(path / name, damage)
     found = read_snapshot(tmp_path, layout=LAYOUT)
     assert found is not None and (found.round, found.number) == (3, 0)
-    assert names(tmp_path) == ["00000000", "00000001.damaged"]
+    assert names_in(tmp_path) == ["00000000", "00000001.damaged"]
     assert "00000001" in caplog.text and "damaged" in caplog.text
     harm(tmp_path / "00000000" / name, damage)
     assert read_snapshot(tmp_path, layout=LAYOUT) is None
     # of those that cannot be read one stays: the disk is not planned for more
-    assert names(tmp_path) == ["00000000.damaged"]
+    assert names_in(tmp_path) == ["00000000.damaged"]
 
 
 def harm(path: Path, damage: str) -> None:
@@ -193,4 +190,4 @@ def test_a_folder_that_is_not_filled_leaves_nothing_whatever_the_fault(
     with pytest.raises(type(fault), match=str(fault)), made_whole(tmp_path / "00000001") as partial:
         (partial / "state").write_bytes(b"8 bytes a parameter")
         raise fault
-    assert names(tmp_path) == []
+    assert names_in(tmp_path) == []

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import pytest
 
-from dilocox.dht.identity import Identity
 from dilocox.dht.rpc import (
     BYTE_KINDS,
     CHUNK_BYTES,
@@ -33,7 +32,7 @@ from dilocox.peer.chain.store import Store
 from dilocox.peer.chain.uploads import AT_ONCE, OF_ONE_PEER, TURN_S, UploadRefused, Uploads
 from dilocox.peer.rounds.group import Mean
 from dilocox.peer.rounds.record import digest_of
-from tests.peer.kept_chains import ChainMaker, manifest_of
+from tests.peer.kept_chains import ChainMaker
 from tests.peer.local_peers import local_peer
 
 PEER = "12D3KooWEXWcUQWJ6amCxHKtPFrcNxgepcmy7YXo7tirWjgiJ9Fr"
@@ -337,10 +336,7 @@ def test_who_made_the_chain_gets_a_place_of_strangers_and_leaves_them_half() -> 
         assert not any(file.closed for file in members)
 
 
-def test_a_peer_knows_those_whose_values_are_in_its_chain(
-    identities: list[Identity], tmp_path: Path
-) -> None:
-    maker = ChainMaker(identities[0], tmp_path / "state", manifest_of())
+def test_a_peer_knows_those_whose_values_are_in_its_chain(maker: ChainMaker) -> None:
     maker.train(0, 1)
     service = PeerService.__new__(PeerService)
     service.log, service.local = maker.log, local_peer()

@@ -24,7 +24,7 @@ from dilocox.peer.chain.visitor_download import (
     download_anchors,
 )
 from dilocox.peer.rounds.record import RoundRecord
-from tests.peer.kept_chains import MODEL, ChainMaker, Change
+from tests.peer.kept_chains import MODEL, ChainMaker, Change, another_anchor
 from tests.peer.memory_swarm import MemorySwarm
 
 MANIFEST = Manifest.from_dict(
@@ -148,15 +148,11 @@ def codes_no_codec_writes(record: RoundRecord) -> RoundRecord:
     return replace(record, means=(record.means[0][:-1] + b"\x88",))
 
 
-def an_anchor_that_never_was(record: RoundRecord) -> RoundRecord:
-    return replace(record, anchor_before="f" * 64)
-
-
 def another_run(record: RoundRecord) -> RoundRecord:
     return replace(record, run="q" * 32)
 
 
-@pytest.mark.parametrize("lie", [codes_no_codec_writes, an_anchor_that_never_was, another_run])
+@pytest.mark.parametrize("lie", [codes_no_codec_writes, another_anchor, another_run])
 def test_a_donor_whose_chain_is_not_sound_is_passed_over(
     identities: list[Identity], tmp_path: Path, lie: Change
 ) -> None:

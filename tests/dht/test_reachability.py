@@ -80,6 +80,30 @@ async def own_addresses(p2p: P2P) -> list[str]:
     return [str(address).partition("/p2p/")[0] for address in await p2p.get_visible_maddrs()]
 
 
+def only_this_is_connected(
+    monkeypatch: pytest.MonkeyPatch, one: P2P, where: dict[str, frozenset[str]]
+) -> None:
+    """where: the addresses from which each peer is connected to it."""
+
+    async def connections(p2p: P2P) -> dict[str, frozenset[str]]:
+        return where if p2p is one else {}
+
+    monkeypatch.setattr(reachability, "connections", connections)
+
+
+@pytest.fixture
+def dialled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Where somebody was looked for; everywhere is one of libp2p."""
+    ips: list[str] = []
+
+    async def greeting(ip: str, port: int) -> bytes:
+        ips.append(ip)
+        return reachability.GREETING
+
+    monkeypatch.setattr(reachability, "greeting_of", greeting)
+    return ips
+
+
 def unused_port() -> int:
     with socket.socket() as trial:
         trial.bind(("127.0.0.1", 0))
@@ -164,10 +188,7 @@ def test_a_bootstrap_believes_no_strangers_where_one_is_connected_that_it_knows(
         where = dict.fromkeys((str(stranger.peer_id), member), frozenset({"192.0.2.7"}))
         where[str(peer.peer_id)] = SEEN
 
-        async def connections(p2p: P2P) -> dict[str, frozenset[str]]:
-            return where if p2p is bootstrap else {}
-
-        monkeypatch.setattr("dilocox.dht.reachability.connections", connections)
+        only_this_is_connected(monkeypatch, bootstrap, where)
         monkeypatch.setattr("dilocox.dht.reachability.working", working)
         await serve(bootstrap, knows=lambda each: each == member)
         await serve(stranger, bootstraps={str(bootstrap.peer_id)}, local_network=True)
@@ -193,10 +214,7 @@ def test_a_bootstrap_believes_others_more_than_itself(
         bootstrap, other, peer = peers
         where = {str(other.peer_id): frozenset({"192.0.2.7"}), str(peer.peer_id): SEEN}
 
-        async def connections(p2p: P2P) -> dict[str, frozenset[str]]:
-            return where if p2p is bootstrap else {}
-
-        monkeypatch.setattr("dilocox.dht.reachability.connections", connections)
+        only_this_is_connected(monkeypatch, bootstrap, where)
         monkeypatch.setattr("dilocox.dht.reachability.working", working)
         await serve(bootstrap)
         await serve(other, bootstraps={str(bootstrap.peer_id)}, local_network=True)
@@ -229,15 +247,12 @@ def test_who_had_nobody_but_the_bootstrap_to_try_it_is_told_so(
         where = {str(peer.peer_id): SEEN}
         own = await own_addresses(peer)
 
-        async def connections(p2p: P2P) -> dict[str, frozenset[str]]:
-            return where if p2p is bootstrap else {}
-
         async def by_others(again: bool = False) -> bool:
             reach = await find_reach(peer, [bootstrap.peer_id], own, limit_s=LIMIT_S, again=again)
             assert reach.kind == "public"
             return reach.by_others
 
-        monkeypatch.setattr("dilocox.dht.reachability.connections", connections)
+        only_this_is_connected(monkeypatch, bootstrap, where)
         monkeypatch.setattr("dilocox.dht.reachability.working", working)
         await serve(bootstrap)
         assert not await by_others()  # it is alone
@@ -262,18 +277,11 @@ def test_only_a_bootstrap_has_others_dialled(run: Run) -> None:
 
 @pytest.mark.parametrize("local_network", [False, True])
 def test_a_bootstrap_has_nobody_look_into_its_own_network(
-    run: Run, local_network: bool, monkeypatch: pytest.MonkeyPatch
+    run: Run, local_network: bool, dialled: list[str]
 ) -> None:
-    dialled: list[str] = []
-
-    async def greeting(ip: str, port: int) -> bytes:
-        dialled.append(ip)
-        return reachability.GREETING
-
     async def scene(peers: list[P2P]) -> None:
         bootstrap = str(peers[1].peer_id)
         await serve(peers[0], bootstraps={bootstrap}, local_network=local_network)
-        monkeypatch.setattr(reachability, "greeting_of", greeting)
         question = {
             "addresses": ["/ip4/192.168.1.1/tcp/80"],
             "seen": ["192.168.1.1", "8.8.8.8", "not an address"],
@@ -333,16 +341,7 @@ def test_what_a_peer_refuses_to_dial_or_to_measure_is_counted_by_reason(run: Run
     "address",
     ["/ip4/10.1.2.3/tcp/22", "/ip4/127.0.0.1/tcp/22", "/ip6/::1/tcp/22", "/dns4/localhost/tcp/22"],
 )
-def test_nobody_is_made_to_look_into_its_own_network(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dialled: list[str] = []
-
-    async def greeting(ip: str, port: int) -> bytes:
-        dialled.append(ip)
-        return reachability.GREETING
-
-    monkeypatch.setattr(reachability, "greeting_of", greeting)
+def test_nobody_is_made_to_look_into_its_own_network(address: str, dialled: list[str]) -> None:
     seen = frozenset({"198.51.100.7"})
     assert asyncio.run(reachability.working([address], seen)) == ("/ip4/198.51.100.7/tcp/22",)
     assert dialled == ["198.51.100.7"]  # where it comes from, and nowhere else

@@ -141,6 +141,11 @@ def weights(chained: Chain) -> Weights:
     return {name: parameter.detach().clone() for name, parameter in named}
 
 
+def gradients(chained: Chain) -> Weights:
+    named = [item for stage in chained.stages for item in stage.named_parameters()]
+    return {name: p.grad for name, p in named if p.grad is not None}
+
+
 def same(ours: Weights, theirs: Weights) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
 

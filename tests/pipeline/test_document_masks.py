@@ -14,7 +14,17 @@ from dilocox.dht.errors import InvalidInput
 from dilocox.pipeline.partition import DOCUMENT_MASKS, UNCUT, check_document_masks
 from dilocox.pipeline.stage import StageModule, build_stage
 from dilocox.pipeline.stage_worker import summed_loss
-from tests.pipeline.chains import SEED, Chain, Config, Weights, batches, chain, rate, same, weights
+from tests.pipeline.chains import (
+    SEED,
+    Chain,
+    Config,
+    batches,
+    chain,
+    gradients,
+    rate,
+    same,
+    weights,
+)
 from tests.pipeline.conftest import FAMILIES, MIXTURES, one_stage_config
 from tests.sweeps import sweep
 
@@ -132,11 +142,6 @@ def test_two_stages_have_the_loss_and_gradients_of_one(family: str, recompute: b
     assert cut.workers[-1].loss == whole.workers[-1].loss
     assert same(gradients(cut), gradients(whole))
     assert not same(gradients(plain), gradients(whole))
-
-
-def gradients(chained: Chain) -> Weights:
-    named = [item for stage in chained.stages for item in stage.named_parameters()]
-    return {name: p.grad for name, p in named if p.grad is not None}
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -12,14 +12,9 @@ from transformers import AutoModelForCausalLM
 from dilocox.dht.errors import InvalidInput
 from dilocox.pipeline.partition import load_config, plan_stages
 from dilocox.pipeline.stage_worker import next_token_loss, summed_loss
-from tests.pipeline.chains import Chain, Config, batches, chain
+from tests.pipeline.chains import Chain, Config, batches, chain, gradients
 from tests.pipeline.conftest import FAMILIES, MIXTURES
 from tests.sweeps import sweep
-
-
-def gradients(chained: Chain) -> dict[str, Tensor]:
-    named = [item for stage in chained.stages for item in stage.named_parameters()]
-    return {name: p.grad for name, p in named if p.grad is not None}
 
 
 def of_transformers(chained: Chain, config: Config, batch: list[Tensor], spans: list[range]) -> Any:

@@ -32,10 +32,10 @@ from dilocox.peer.chain.store import Store
 from dilocox.peer.chain.uploads import AT_ONCE, OF_ONE_PEER, TURN_S, UploadRefused, Uploads
 from dilocox.peer.rounds.group import Mean
 from dilocox.peer.rounds.record import digest_of
+from tests.peer.fabricated import PEER
 from tests.peer.kept_chains import ChainMaker
 from tests.peer.local_peers import local_peer
 
-PEER = "12D3KooWEXWcUQWJ6amCxHKtPFrcNxgepcmy7YXo7tirWjgiJ9Fr"
 RECORD = b"r" * (3 * CHUNK_BYTES + 7)
 WANT = {"what": "record", "digest": digest_of(RECORD)}
 
@@ -44,7 +44,7 @@ WANT = {"what": "record", "digest": digest_of(RECORD)}
 def service(tmp_path: Path) -> PeerService:
     """One without a pool of its own: what is served must not need it."""
     (tmp_path / "log").mkdir()
-    service = PeerService.__new__(PeerService)
+    service = PeerService()
     service.local = local_peer()
     service.attempts = {}
     service.log = cast("Any", log := Store(tmp_path / "log"))
@@ -338,7 +338,7 @@ def test_who_made_the_chain_gets_a_place_of_strangers_and_leaves_them_half() -> 
 
 def test_a_peer_knows_those_whose_values_are_in_its_chain(maker: ChainMaker) -> None:
     maker.train(0, 1)
-    service = PeerService.__new__(PeerService)
+    service = PeerService()
     service.log, service.local = maker.log, local_peer()
 
     async def looked() -> None:

@@ -547,3 +547,27 @@ def test_a_change_of_the_replica_is_announced_at_once_and_only_that(loop: Loop) 
     loop.learner.status = replace(loop.learner.status, data_position=5)
     loop.learner.publish()
     assert len(loop.fake.told) == 2
+
+
+def test_a_counted_record_says_what_the_codec_left_of_the_message(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.train(2)
+    loop.send(0)
+    (send,) = loop.model.merge.fly.values()
+    length = float(send.message.norm())
+    left = 0.25 * send.message
+    event = loop.committed(0, send.message.clone(), mine=True)
+    loop.buffers.message.copy_(left)
+    loop.fake.events.put(replace(event, matchmaking_s=3.5, payload_bytes=77))
+    loop.learner.between_steps()
+    loop.fake.events.put(loop.committed(1, 0.0))
+    loop.learner.between_steps()
+    counted, followed = loop.events("round")
+    assert (counted["outcome"], followed["outcome"]) == ("counted", "followed")
+    assert counted["compression_error"] == pytest.approx(0.25, rel=1e-4)
+    assert counted["residual_norm"] == pytest.approx(0.95 * 0.25 * length, rel=1e-4)
+    assert (counted["matchmaking_s"], counted["payload_bytes"]) == (3.5, 77)
+    assert followed["compression_error"] is None
+    loop.learner.publish()
+    assert loop.fake.status.compression_error == counted["compression_error"]
+    assert followed["residual_norm"] == counted["residual_norm"]

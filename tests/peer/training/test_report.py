@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -51,12 +52,17 @@ def sent_by_kind(total: torch.Tensor) -> dict[str, int]:
 
 
 @pytest.fixture
-def meter(clock: TestClock, sent_bytes: torch.Tensor, tmp_path: Path) -> LoopMeter:
-    meter = LoopMeter(
+def joining(clock: TestClock, sent_bytes: torch.Tensor, tmp_path: Path) -> LoopMeter:
+    """Of a loop that has not begun to train."""
+    return LoopMeter(
         reporter=Reporter(tmp_path), sent=lambda: sent_by_kind(sent_bytes), numel=NUMEL
     )
-    meter.start()
-    return meter
+
+
+@pytest.fixture
+def meter(joining: LoopMeter) -> LoopMeter:
+    joining.start()
+    return joining
 
 
 def step(loss: float, *, skipped: bool = False) -> Stepped:
@@ -206,6 +212,90 @@ def test_the_status_says_in_which_replica_a_peer_is_or_that_it_is_spare(
         place.blocked,
     )
     assert (status["round"], status["applied_round"], status["in_flight"]) == (3, -1, None)
+
+
+# ---- waiting -------------------------------------------------------------------------------------
+def publish(meter: LoopMeter, *, head: str = "h") -> None:
+    meter.read(LoopStatus(head=head))
+
+
+def waited(meter: LoopMeter) -> dict[str, float]:
+    return {str(reason): spent_s for reason, spent_s in meter.waiting_s.items() if spent_s}
+
+
+def test_waiting_counts_once_for_the_inner_reason(joining: LoopMeter, clock: TestClock) -> None:
+    with joining.waiting("send"):
+        clock.now += 2
+        with joining.waiting("record"):
+            clock.now += 10
+            with joining.waiting("merge"):
+                clock.now += 1
+            clock.now += 5
+        clock.now += 3
+    clock.now += 100  # of work
+    with joining.waiting("merge"):
+        clock.now += 1
+    assert waited(joining) == {"send": 5, "record": 15, "merge": 2}
+
+
+def test_the_stall_of_a_round_is_what_its_send_and_its_merges_took(
+    joining: LoopMeter, clock: TestClock
+) -> None:
+    with joining.waiting("join"), joining.waiting("merge"):
+        clock.now += 50
+    joining.start()
+    assert joining.stall_s == 0
+    for send_s, merge_s in ((2, 0.5), (4, 0.25)):
+        clock.now += 100  # of work
+        with joining.waiting("merge"):
+            clock.now += merge_s
+        with joining.waiting("send"):
+            clock.now += send_s
+            joining.next_round()
+            with joining.waiting("record"):  # the exchange's own time, which H follows as such
+                clock.now += 30
+        assert joining.stall_s == send_s + merge_s
+
+
+def test_a_wait_that_fails_counts_too(joining: LoopMeter, clock: TestClock) -> None:
+    with pytest.raises(RuntimeError), joining.waiting("merge"):
+        clock.now += 4
+        raise RuntimeError
+    clock.now += 9
+    assert waited(joining) == {"merge": 4}
+
+
+def test_all_time_is_computing_or_waiting_for_something(
+    joining: LoopMeter, clock: TestClock
+) -> None:
+    computed = 0.0
+    joining.computing_s = lambda: computed
+    began = clock.now
+    with joining.waiting("join"):
+        clock.now += 3
+        publish(joining, head="")
+        clock.now += 1
+    joining.start()
+    clock.now += 5  # a spare
+    publish(joining, head="")
+    clock.now += 4
+    computed += 3  # of these four
+    publish(joining)
+    with joining.waiting("merge"):
+        clock.now += 2
+    computed += 1
+    clock.now += 8
+    publish(joining)
+    assert waited(joining) == {"join": 4, "spare": 5, "neighbours": 1 + 7, "merge": 2}
+    assert computed + sum(joining.waiting_s.values()) == clock.now - began
+    assert joining.read(LoopStatus(head="h")).spare_share == 5 / (5 + 4 + 2 + 8)
+
+
+def test_inner_steps_and_those_not_taken_are_counted_over_all_rounds(joining: LoopMeter) -> None:
+    for skipped in (False, True, False):
+        joining.stepped(Stepped(step=0, loss=1.0, skipped=skipped), 10, 1.0)
+        joining.next_round()
+    assert (joining.inner_steps, joining.skipped_steps, joining.tokens) == (2, 1, 20)
 
 
 # ---- what it gave --------------------------------------------------------------------------------
@@ -412,3 +502,22 @@ def test_a_line_that_a_full_disk_cut_does_not_spoil_the_next_one(tmp_path: Path)
         file.write('{"event": "sent", "ro')
     Reporter(tmp_path).void(3, "nobody came")
     assert [each["round"] for each in events(tmp_path, "void")] == [3]
+
+
+def test_listeners_hear_every_event_and_every_status(tmp_path: Path) -> None:
+    events: list[tuple[str, Mapping[str, Any]]] = []
+    statuses: list[LoopStatus] = []
+    reporter = Reporter(tmp_path)
+    reporter.on_event = lambda kind, facts: events.append((kind, facts))
+    reporter.on_status = statuses.append
+    reporter.event("training")
+    reporter.tell("healed", epoch=2, members=["h", "m"], seconds=0.5)
+    reporter.committed(REPORT)
+    reporter.void(2, "nobody came")
+    kinds = [kind for kind, _ in events]
+    assert kinds == ["training", "healed", "round", "void"]
+    assert events[1][1] == {"epoch": 2, "members": ["h", "m"], "seconds": 0.5}
+    assert events[2][1]["outcome"] == "counted"
+    for number in range(3):  # the file is written less often
+        reporter.status(replace(STATUS, round=number))
+    assert [status.round for status in statuses] == [0, 1, 2]

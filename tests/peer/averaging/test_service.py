@@ -1,5 +1,4 @@
-"""The facts behind a peer's metrics: bytes, refusals, waiting, compression, as the code counts
-them."""
+"""What a peer's service answers and refuses, and how it counts that."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import itertools
 import math
 import multiprocessing
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,21 +29,13 @@ from dilocox.dht.rpc import (
     request_of,
 )
 from dilocox.peer.averaging.averager import StageBuffers
-from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.averaging.service import NoSuchGroup, PeerService, refusal
 from dilocox.peer.chain.uploads import Source
 from dilocox.peer.rounds.exchange import Attempt
 from dilocox.peer.rounds.group import ShareRefused
 from dilocox.peer.rounds.record import RecordRefused
-from dilocox.peer.training import report
-from dilocox.peer.training.report import LoopMeter, Reporter
-from dilocox.pipeline.messages import Stepped
-from tests.clocks import TestClock
+from tests.peer.fabricated import PEER
 from tests.peer.local_peers import local_peer
-from tests.peer.loops import Loop
-from tests.peer.told_reports import REPORT, STATUS
-
-PEER = "12D3KooWEXWcUQWJ6amCxHKtPFrcNxgepcmy7YXo7tirWjgiJ9Fr"
 
 
 # ---- counts and vectors that processes share -----------------------------------------------------
@@ -70,146 +61,7 @@ def test_counts_and_vectors_of_a_peer_are_seen_by_both_sides_of_a_fork() -> None
     assert not list(Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))
 
 
-# ---- waiting -------------------------------------------------------------------------------------
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> TestClock:
-    clock = TestClock()
-    monkeypatch.setattr(report, "time", clock)
-    return clock
-
-
-@pytest.fixture
-def meter(clock: TestClock, tmp_path: Path) -> LoopMeter:
-    return LoopMeter(reporter=Reporter(tmp_path), sent=dict[str, int], numel=10)
-
-
-def publish(meter: LoopMeter, *, head: str = "h") -> None:
-    meter.read(LoopStatus(head=head))
-
-
-def waited(meter: LoopMeter) -> dict[str, float]:
-    return {str(reason): spent_s for reason, spent_s in meter.waiting_s.items() if spent_s}
-
-
-def test_waiting_counts_once_for_the_inner_reason(meter: LoopMeter, clock: TestClock) -> None:
-    with meter.waiting("send"):
-        clock.now += 2
-        with meter.waiting("record"):
-            clock.now += 10
-            with meter.waiting("merge"):
-                clock.now += 1
-            clock.now += 5
-        clock.now += 3
-    clock.now += 100  # of work
-    with meter.waiting("merge"):
-        clock.now += 1
-    assert waited(meter) == {"send": 5, "record": 15, "merge": 2}
-
-
-def test_the_stall_of_a_round_is_what_its_send_and_its_merges_took(
-    meter: LoopMeter, clock: TestClock
-) -> None:
-    with meter.waiting("join"), meter.waiting("merge"):
-        clock.now += 50
-    meter.start()
-    assert meter.stall_s == 0
-    for send_s, merge_s in ((2, 0.5), (4, 0.25)):
-        clock.now += 100  # of work
-        with meter.waiting("merge"):
-            clock.now += merge_s
-        with meter.waiting("send"):
-            clock.now += send_s
-            meter.next_round()
-            with meter.waiting("record"):  # the exchange's own time, which H follows as such
-                clock.now += 30
-        assert meter.stall_s == send_s + merge_s
-
-
-def test_a_wait_that_fails_counts_too(meter: LoopMeter, clock: TestClock) -> None:
-    with pytest.raises(RuntimeError), meter.waiting("merge"):
-        clock.now += 4
-        raise RuntimeError
-    clock.now += 9
-    assert waited(meter) == {"merge": 4}
-
-
-def test_all_time_is_computing_or_waiting_for_something(meter: LoopMeter, clock: TestClock) -> None:
-    computed = 0.0
-    meter.computing_s = lambda: computed
-    began = clock.now
-    with meter.waiting("join"):
-        clock.now += 3
-        publish(meter, head="")
-        clock.now += 1
-    meter.start()
-    clock.now += 5  # a spare
-    publish(meter, head="")
-    clock.now += 4
-    computed += 3  # of these four
-    publish(meter)
-    with meter.waiting("merge"):
-        clock.now += 2
-    computed += 1
-    clock.now += 8
-    publish(meter)
-    assert waited(meter) == {"join": 4, "spare": 5, "neighbours": 1 + 7, "merge": 2}
-    assert computed + sum(meter.waiting_s.values()) == clock.now - began
-    assert meter.read(LoopStatus(head="h")).spare_share == 5 / (5 + 4 + 2 + 8)
-
-
-def test_inner_steps_and_those_not_taken_are_counted_over_all_rounds(meter: LoopMeter) -> None:
-    for skipped in (False, True, False):
-        meter.stepped(Stepped(step=0, loss=1.0, skipped=skipped), 10, 1.0)
-        meter.next_round()
-    assert (meter.inner_steps, meter.skipped_steps, meter.tokens) == (2, 1, 20)
-
-
-# ---- listeners -----------------------------------------------------------------------------------
-def test_listeners_hear_every_event_and_every_status(tmp_path: Path) -> None:
-    events: list[tuple[str, Mapping[str, Any]]] = []
-    statuses: list[LoopStatus] = []
-    reporter = Reporter(tmp_path)
-    reporter.on_event = lambda kind, facts: events.append((kind, facts))
-    reporter.on_status = statuses.append
-    reporter.event("training")
-    reporter.tell("healed", epoch=2, members=["h", "m"], seconds=0.5)
-    reporter.committed(REPORT)
-    reporter.void(2, "nobody came")
-    kinds = [kind for kind, _ in events]
-    assert kinds == ["training", "healed", "round", "void"]
-    assert events[1][1] == {"epoch": 2, "members": ["h", "m"], "seconds": 0.5}
-    assert events[2][1]["outcome"] == "counted"
-    for number in range(3):  # the file is written less often
-        reporter.status(replace(STATUS, round=number))
-    assert [status.round for status in statuses] == [0, 1, 2]
-
-
-# ---- compression ---------------------------------------------------------------------------------
-def test_a_counted_record_says_what_the_codec_left_of_the_message(tmp_path: Path) -> None:
-    loop = Loop(tmp_path)
-    loop.train(2)
-    loop.send(0)
-    (send,) = loop.model.merge.fly.values()
-    length = float(send.message.norm())
-    left = 0.25 * send.message
-    event = loop.committed(0, send.message.clone(), mine=True)
-    loop.buffers.message.copy_(left)
-    loop.fake.events.put(replace(event, matchmaking_s=3.5, payload_bytes=77))
-    loop.learner.between_steps()
-    loop.fake.events.put(loop.committed(1, 0.0))
-    loop.learner.between_steps()
-    counted, followed = loop.events("round")
-    assert (counted["outcome"], followed["outcome"]) == ("counted", "followed")
-    assert counted["compression_error"] == pytest.approx(0.25, rel=1e-4)
-    assert counted["residual_norm"] == pytest.approx(0.95 * 0.25 * length, rel=1e-4)
-    assert (counted["matchmaking_s"], counted["payload_bytes"]) == (3.5, 77)
-    assert followed["compression_error"] is None
-    loop.learner.publish()
-    assert loop.fake.status.compression_error == counted["compression_error"]
-    assert followed["residual_norm"] == counted["residual_norm"]
-
-
-# ---- what the averaging process counts -----------------------------------------------------------
+# ---- calls of others -----------------------------------------------------------------------------
 class FakeAttempt:
     """An attempt of two parts of ten bytes."""
 
@@ -244,12 +96,17 @@ class FakeAttempt:
         raise ValueError("no vote of this attempt")
 
 
+class HastyService(PeerService):
+    """Waits for a group that is not there no longer than a test can."""
+
+    async def find_attempt(self, group: object, wait_s: float = 0.05) -> Attempt:
+        return await super().find_attempt(group, wait_s)
+
+
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> PeerService:
-    for name in ("GROUP_WAIT_S", "LATE_GROUP_S"):
-        monkeypatch.setattr(f"dilocox.peer.averaging.service.{name}", 0.05)
-    monkeypatch.setattr(PeerService.find_attempt, "__defaults__", (0.05,))
-    service = PeerService.__new__(PeerService)
+    monkeypatch.setattr("dilocox.peer.averaging.service.LATE_GROUP_S", 0.05)
+    service = HastyService()
     service.attempts = {b"g": cast("Attempt", FakeAttempt())}
     service.sent, service.received = Counts(BYTE_KINDS), Counts(BYTE_KINDS)
     service.refused = Counts(REFUSALS)
@@ -375,7 +232,7 @@ def test_who_has_to_do_with_the_run_is_known(service: PeerService) -> None:
 
 
 def test_who_calls_too_often_is_refused_and_holds_up_nobody_else(service: PeerService) -> None:
-    vars(service)["requests"] = RequestLimit(4, 60.0)
+    service.requests = RequestLimit(4, 60.0)
     somebody: Any = SimpleNamespace(remote_id=PEER)
     another: Any = SimpleNamespace(remote_id="another")
     question = request_of({"group": b"of before", "round": 3, "attempt": 0})
@@ -452,12 +309,12 @@ def test_a_download_that_is_refused_is_counted_and_still_raised(service: PeerSer
     ("what", "kind"), [("state", "state"), ("record", "record"), ("mean", "averaging")]
 )
 def test_downloads_are_counted_by_kind_on_both_sides(
-    service: PeerService, what: str, kind: str
+    service: PeerService, monkeypatch: pytest.MonkeyPatch, what: str, kind: str
 ) -> None:
     async def find(_: dict[str, Any]) -> Source:
         return Source.of(b"x" * (2 * CHUNK_BYTES + 9))
 
-    vars(service)["find"] = find
+    monkeypatch.setattr(service, "find", find)
 
     class Daemon:
         async def iterate_protobuf_handler(

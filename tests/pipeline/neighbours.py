@@ -26,6 +26,7 @@ from dilocox.pipeline.link import LinkKey, LinkLimits, Message, Opened
 from dilocox.pipeline.network import Network
 from dilocox.pipeline.relayed_requests import RelayedRequests
 from dilocox.pipeline.requests import StrangerLimits
+from tests.dht.processes import wait_until
 
 RUN = "0" * 32
 REPLICA = "head"
@@ -221,11 +222,7 @@ def raw_stream(node: Node, other: str, *pieces: bytes | Frame, wait_s: float = 5
 
 def until(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> float:
     """Wait for a condition; how long it took."""
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < timeout_s, f"not within {timeout_s} s"
-        time.sleep(0.01)
-    return time.monotonic() - start
+    return wait_until(condition, timeout_s)
 
 
 @contextmanager

@@ -51,12 +51,14 @@ def sent_by_kind(total: torch.Tensor) -> dict[str, int]:
     return {"averaging": int(total) * 4 // 5, "record": int(total) // 5}
 
 
+def meter_of(folder: Path, sent_bytes: torch.Tensor) -> LoopMeter:
+    return LoopMeter(reporter=Reporter(folder), sent=lambda: sent_by_kind(sent_bytes), numel=NUMEL)
+
+
 @pytest.fixture
 def joining(clock: TestClock, sent_bytes: torch.Tensor, tmp_path: Path) -> LoopMeter:
     """Of a loop that has not begun to train."""
-    return LoopMeter(
-        reporter=Reporter(tmp_path), sent=lambda: sent_by_kind(sent_bytes), numel=NUMEL
-    )
+    return meter_of(tmp_path, sent_bytes)
 
 
 @pytest.fixture
@@ -129,16 +131,13 @@ def test_bytes_and_waiting_are_counted_once_from_line_to_line(
 
 
 def test_waiting_before_training_begins_does_not_count(
-    clock: TestClock, sent_bytes: torch.Tensor, tmp_path: Path
+    joining: LoopMeter, clock: TestClock, tmp_path: Path
 ) -> None:
-    meter = LoopMeter(
-        reporter=Reporter(tmp_path), sent=lambda: sent_by_kind(sent_bytes), numel=NUMEL
-    )
-    with meter.waiting("send"):
+    with joining.waiting("send"):
         clock.now += 60
-    meter.start()
+    joining.start()
     clock.now += 10
-    meter.committed(committed(0), Outcome.COUNTED, tokens=1)
+    joining.committed(committed(0), Outcome.COUNTED, tokens=1)
     assert events(tmp_path)[0]["waiting_share"] == 0.0
 
 
@@ -302,19 +301,14 @@ def test_inner_steps_and_those_not_taken_are_counted_over_all_rounds(joining: Lo
 def test_what_a_peer_gave_is_counted_from_when_it_joined_and_goes_on_after_a_restart(
     clock: TestClock, sent_bytes: torch.Tensor, tmp_path: Path
 ) -> None:
-    def started() -> LoopMeter:
-        return LoopMeter(
-            reporter=Reporter(tmp_path), sent=lambda: sent_by_kind(sent_bytes), numel=NUMEL
-        )
-
-    first = started()
+    first = meter_of(tmp_path, sent_bytes)
     first.committed(committed(0), Outcome.FOLLOWED, tokens=0)  # before it joined
     clock.now = 86_400.0 * 365
     first.start()
     first.heard(0, 4.5)
     first.committed(committed(1), Outcome.COUNTED, tokens=100)
     first.reporter.status(first.read(LoopStatus()), force=True)
-    again = started()
+    again = meter_of(tmp_path, sent_bytes)
     again.start()
     again.committed(committed(2), Outcome.FOLLOWED, tokens=0)  # while it was away
     again.committed(committed(2), Outcome.REPEATED, tokens=0)

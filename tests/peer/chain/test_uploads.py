@@ -184,7 +184,7 @@ def test_an_upload_that_nobody_takes_holds_no_file_and_no_place(
     service: PeerService, tmp_path: Path
 ) -> None:
     """Whose stream ends (tests/dht/test_streams.py) in the midst of a chunk."""
-    vars(service)["uploads"] = Uploads(1)
+    service.uploads = Uploads(1)
     taken, written = asyncio.Event(), list[Any]()
 
     async def write() -> None:  # as hivemind does, into the asker's stream
@@ -212,7 +212,7 @@ def test_who_takes_by_drops_gives_way_to_one_that_finds_no_place(
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(uploads, "monotonic", lambda: now[0])
-    vars(service)["uploads"] = Uploads(2)
+    service.uploads = Uploads(2)
 
     async def go() -> None:
         fast, slow = answers(service, "QmFast", WANT), answers(service, "QmSlow", WANT)
@@ -299,7 +299,7 @@ def test_who_was_fast_before_is_dripping_all_the_same(monkeypatch: pytest.Monkey
 
 
 def test_the_asker_hears_that_it_may_ask_another(service: PeerService) -> None:
-    vars(service)["uploads"] = Uploads(0)
+    service.uploads = Uploads(0)
 
     class Daemon:
         async def iterate_protobuf_handler(

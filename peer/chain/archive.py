@@ -351,15 +351,17 @@ class StageArchive:
                 found[entry.round] = ChainRound.of(header, entry.digest, entry.record_bytes)
         return [found[number] for number in sorted(found)]
 
-    async def tend(self, claims: Mapping[str, ClaimRecord]) -> None:
+    async def tend(self, claims: Mapping[str, ClaimRecord], *, trains: bool = True) -> None:
         """Follow the best of these claims as far as possible; `claim` is right again after it.
+        trains: as for `Trust.counting`.
 
         Raises EnvironmentFault, also in its name for a download that ran beside the last calls.
         """
         view = SwarmView(me=self._me, claims=that_count(claims, self._check.manifest))
         try:
             await self._take_built()
-            view = self._trust.counting(view, self._current.log, self._current.head)
+            log, head = self._current.log, self._current.head
+            view = self._trust.counting(view, log, head, trains=trains)
             await self._follow(view)
             await self._prove()
             self._renew()

@@ -156,9 +156,11 @@ class Keeper:
         """The newest round that is kept, by stage; -1 before the first one."""
         return {stage: archive.round for stage, archive in self._stages.copy().items()}
 
-    def hear(self, claims: Claims) -> None:
-        """What is claimed of each stage that gave an answer."""
-        self._thread.post(self._heard, claims)
+    def hear(self, claims: Claims, *, trains: bool) -> None:
+        """What is claimed of each stage that gave an answer. trains: whether the run is neither
+        paused nor ended.
+        """
+        self._thread.post(self._heard, claims, trains)
 
     def revise(self, manifest: Manifest) -> None:
         """Go on under new rules of the manifest: every stage is taken up anew from the disk."""
@@ -196,7 +198,7 @@ class Keeper:
         """Begin with what is on the disk, before anybody claims anything."""
         for stage in range(self._manifest.stages):
             if self._of_stage(stage).exists():
-                self._heard({stage: {}})
+                self._heard({stage: {}}, True)
 
     async def _put_down(self) -> None:
         for job in self._jobs.values():
@@ -230,7 +232,7 @@ class Keeper:
         self.claims = {}
         self._take_up()
 
-    def _heard(self, claims: Claims) -> None:
+    def _heard(self, claims: Claims, trains: bool) -> None:
         if self._between:
             return
         for stage, of_stage in claims.items():
@@ -239,14 +241,15 @@ class Keeper:
             known = stage in self._stages or self._of_stage(stage).exists()
             wanted = known or any(claim.round >= 0 for claim in of_stage.values())
             if wanted and time.monotonic() >= self._not_before.get(stage, 0.0):
-                self._jobs[stage] = self._thread.loop.create_task(self._tend(stage, of_stage))
+                tending = self._tend(stage, of_stage, trains)
+                self._jobs[stage] = self._thread.loop.create_task(tending)
 
-    async def _tend(self, stage: int, claims: Mapping[str, ClaimRecord]) -> None:
+    async def _tend(self, stage: int, claims: Mapping[str, ClaimRecord], trains: bool) -> None:
         try:
             async with self._slots:
                 archive = self._stages.get(stage) or await self._opened(stage)
                 try:
-                    await archive.tend(claims)
+                    await archive.tend(claims, trains=trains)
                 finally:
                     self._show(stage, archive.claim)
                 if self._history is not None:
@@ -406,10 +409,16 @@ class Archive:
         heartbeat_s = self._manifest.deadlines.heartbeat_s
         if now >= self._look_at:
             self._looked_at, self._look_at = now, now + min(LOOK_S, heartbeat_s)
-            self._keeper.hear(self._claims())
+            self._keeper.hear(self._claims(), trains=self._trains(self._keeper.claims))
         self._tell(self._keeper.claims, heartbeat_s)
         if self._history is not None and now == self._looked_at:
             self._history.look(self._swarm, self._keeper.claims)
+
+    def _trains(self, kept: Mapping[int, ClaimRecord]) -> bool:
+        """Whether the run is neither paused nor ended."""
+        tokens = kept[0].chain_tokens if 0 in kept else 0
+        manifest = self._manifest
+        return manifest.operation.state == "running" and tokens < manifest.end_tokens
 
     def _claims(self) -> Claims:
         keys = {claim_key(self._run, stage): stage for stage in range(self._manifest.stages)}

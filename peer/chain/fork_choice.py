@@ -92,8 +92,9 @@ class Trust:
 
     The witness itself believes what half of them claim, so that of two peers one can go on alone.
     It no longer counts a peer that has been silent for a record lifetime; with none left, and
-    before the first record, it believes the first sound record. It never leaves a chain that it
-    vouched for.
+    before the first record, it believes the first sound record. Not so while the run is paused, or
+    once it has ended: nobody trains then, and those that made the chain may all be gone. It never
+    leaves a chain that it vouched for.
 
     A peer that has been idle for a record lifetime, as a spare that no head takes, is in no
     exchange and claims no new record before others vouch for it. So it does not count beside peers
@@ -134,8 +135,12 @@ class Trust:
         """Whether this is the witness itself."""
         return bool(self._witness) and self._me == self._witness
 
-    def counting(self, view: SwarmView, log: RoundLog, head: Tip) -> SwarmView:
-        """This look at the swarm, with the claims that count."""
+    def counting(
+        self, view: SwarmView, log: RoundLog, head: Tip, *, trains: bool = True
+    ) -> SwarmView:
+        """This look at the swarm, with the claims that count. trains: whether the run is neither
+        paused nor ended, as far as the witness knows.
+        """
         if not self._witness:
             return view
         told = self._told = view.claims.get(self._witness)
@@ -150,9 +155,9 @@ class Trust:
         idle = self._idle(view, credit)
         if is_witness and self.now() >= self._all_told_at:
             credit = Counter({peer: n for peer, n in credit.items() if peer in view.claims})
-        if is_witness or credit.keys() > idle:
+        if trains and (is_witness or credit.keys() > idle):
             credit = Counter({peer: n for peer, n in credit.items() if peer not in idle})
-        if is_witness and not credit:
+        if is_witness and not credit and (trains or not self.has_chain):
             return view
         if is_witness:
             credit = self._going_on(credit, view, head)

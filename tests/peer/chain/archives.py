@@ -73,16 +73,18 @@ class Kept:
             raise OSError(28, "No space left on device")
         return await asyncio.to_thread(function, *arguments)
 
-    def look(self, *donors: ChainMaker, times: int = 1, **more: ClaimRecord) -> ClaimRecord | None:
+    def look(
+        self, *donors: ChainMaker, times: int = 1, trains: bool = True, **more: ClaimRecord
+    ) -> ClaimRecord | None:
         """Let it see what these claim; what it claims then."""
         claims = {donor.peer: donor.claim() for donor in donors} | more
 
         async def tend() -> None:
             for _ in range(times):
-                await self.archive.tend(claims)
+                await self.archive.tend(claims, trains=trains)
                 if beside := asyncio.all_tasks() - {asyncio.current_task()}:
                     await asyncio.wait(beside, timeout=20)
-                await self.archive.tend(claims)
+                await self.archive.tend(claims, trains=trains)
             await self.archive.close()  # the next look has another event loop
 
         asyncio.run(tend())

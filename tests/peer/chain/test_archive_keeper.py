@@ -16,6 +16,7 @@ from typing import Any, cast
 import pytest
 from hivemind.p2p import P2P
 
+from dilocox.dht.manifest_revisions import in_state
 from dilocox.dht.records import ClaimRecord, claim_key
 from dilocox.dht.rpc import chunk_of, facts_of, request_of
 from dilocox.peer.chain import archive_keeper
@@ -87,15 +88,17 @@ def test_no_fault_of_the_archive_leaves_its_tick(
     kept.close()
 
 
-def test_what_is_claimed_of_stage_0_names_the_stage_that_is_furthest_on(
+def test_an_archive_tells_its_newest_round_and_hears_whether_the_run_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(archive_keeper, "LOOK_S", 0.0)
+    trained = list[bool]()
     claim = ClaimRecord(round=17, digest="d", chain_tokens=1, record_bytes=1)
     keeper = SimpleNamespace(
         running=True,
         claims={0: claim, 1: replace(claim, round=27)},
         start=lambda _: None,
-        hear=lambda _: None,
+        hear=lambda _, trains: trained.append(trains),
         close=lambda: None,
     )
     monkeypatch.setattr(archive_keeper, "daemon_address", lambda *_: "")
@@ -117,6 +120,12 @@ def test_what_is_claimed_of_stage_0_names_the_stage_that_is_furthest_on(
     kept.tick()
     assert told[claim_key(RUN, 0)].run_round == 27
     assert told[claim_key(RUN, 1)].run_round == -1
+    for state in ("paused", "ended", "running"):
+        kept.revise(in_state(MANIFEST, state))
+        kept.tick()
+    keeper.claims = {0: replace(claim, chain_tokens=MANIFEST.end_tokens)}
+    kept.tick()
+    assert trained == [True, False, False, True, False]
     kept.close()
 
 
@@ -133,7 +142,7 @@ class OpenedStages:
         self.opened.append((check.stage, check.manifest.end_tokens))
         assert self.may_open.wait(10)
 
-        async def tend(claims: object) -> None:
+        async def tend(claims: object, *, trains: bool) -> None:
             pass
 
         async def close() -> None:

@@ -208,10 +208,16 @@ def trust_of(clock: TestClock, me: str = "me", witness: str = WITNESS) -> Trust:
     return Trust(me=me, witness=witness, record_lifetime_s=LIFETIME_S, now=clock.monotonic)
 
 
-def counting(trust: Trust, claims: dict[str, ClaimRecord], log: Credited | None = None) -> str:
+def counting(
+    trust: Trust,
+    claims: dict[str, ClaimRecord],
+    log: Credited | None = None,
+    *,
+    trains: bool = True,
+) -> str:
     """The digests that count, sorted."""
     seen = SwarmView(me="me", claims=claims)
-    found = trust.counting(seen, cast("RoundLog", log or Credited(LOG)), HEAD)
+    found = trust.counting(seen, cast("RoundLog", log or Credited(LOG)), HEAD, trains=trains)
     return " ".join(sorted({each.digest for each in found.claims.values()}))
 
 
@@ -284,6 +290,24 @@ def test_who_is_idle_keeps_nobody_from_going_on(clock: TestClock) -> None:
         clock.now += LIFETIME_S + 1
         found = counting(trust, everybody)
         assert found == ("aa bad" if me == WITNESS else "aa")
+
+
+def test_while_a_run_rests_nobody_else_goes_on_with_its_chain(clock: TestClock) -> None:
+    """Its members were idle or gone, and anybody could put a record of its own after theirs."""
+    trust = trust_of(clock, me=WITNESS)
+    rests = replace(claim("aa", 500, 4), idle=True)
+    stranger = {"x": claim("bad")}
+    for told in (dict.fromkeys("abc", rests), dict[str, ClaimRecord]()):
+        for _ in range(3):
+            clock.now += LIFETIME_S + 1
+            assert "bad" not in counting(trust, told | stranger, trains=False)
+        assert "bb" in counting(trust, {"b": claim("bb"), **stranger}, trains=False), (
+            "one that made the chain may have a record from before"
+        )
+    assert "bad" in counting(trust, stranger), "it trains again, with whoever comes"
+    assert counting(trust_of(clock, me=WITNESS), stranger, Credited({}), trains=False) == "bad", (
+        "one that has lost its disk begins with what is there"
+    )
 
 
 def test_most_of_those_who_made_the_last_record_go_on_without_who_made_most_of_the_others(

@@ -608,7 +608,7 @@ def test_a_keeper_gives_its_history_to_whoever_asks_over_the_network(
     """The archive is one that is told; all else is what a bootstrap runs."""
     identity, chain = identities[0], [committed(0, 1000)]
 
-    async def done(*_: object) -> None:
+    async def done(*_: object, **__: object) -> None:
         pass
 
     archive = SimpleNamespace(

@@ -165,6 +165,26 @@ def test_a_run_begins_though_strangers_are_there_before_it(
     swarm.assert_equal_chains()
 
 
+def test_nobody_goes_on_with_a_run_that_is_paused_and_left(start_swarm: StartSwarm) -> None:
+    swarm = swarm_of_three(start_swarm)
+    members = {peer.peer_id for peer in swarm.peers}
+    swarm.operate("pause")
+    swarm.let_pass(HELD_S)  # a round whose bell had rung is sent yet
+    for peer in swarm.peers:
+        swarm.terminate(peer)
+    swarm.let_pass(2 * swarm.manifest.deadlines.record_lifetime_s)
+    newest = max(swarm.archived(0))
+    with attacked(swarm, "records"):  # A1
+        swarm.let_pass(HELD_S)
+        assert max(swarm.archived(0)) == newest
+    swarm.operate("resume")
+    for peer in swarm.peers:
+        swarm.restart(peer)
+    swarm.wait_for_rounds(2, 120)
+    assert not [each.round for each in taken(swarm) if {m.peer for m in each.members} - members]
+    swarm.assert_equal_chains()
+
+
 def test_a_replica_heals_though_a_crowd_of_keys_holds_every_spare(
     start_swarm: StartSwarm,
 ) -> None:

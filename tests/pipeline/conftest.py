@@ -127,9 +127,9 @@ def llama_config() -> dict[str, Any]:
     return {"model_type": "llama", **FAMILIES["llama"], "vocab_size": 384}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Node]]:
-    """Three that know each other."""
+    """Three that know each other; ended with the module, for tests of node_process.py want none."""
     with opened_nodes(tmp_path_factory.mktemp("keys"), 3) as opened:
         yield opened
 

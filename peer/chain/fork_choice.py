@@ -155,8 +155,9 @@ class Trust:
         idle = self._idle(view, credit)
         if is_witness and self.now() >= self._all_told_at:
             credit = Counter({peer: n for peer, n in credit.items() if peer in view.claims})
-        if trains and (is_witness or credit.keys() > idle):
-            credit = Counter({peer: n for peer, n in credit.items() if peer not in idle})
+        at_work = Counter({peer: n for peer, n in credit.items() if peer not in idle})
+        if at_work or (is_witness and trains):
+            credit = at_work
         if is_witness and not credit and (trains or not self.has_chain):
             return view
         if is_witness:

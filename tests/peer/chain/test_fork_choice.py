@@ -305,6 +305,11 @@ def test_while_a_run_rests_nobody_else_goes_on_with_its_chain(clock: TestClock) 
             "one that made the chain may have a record from before"
         )
     assert "bad" in counting(trust, stranger), "it trains again, with whoever comes"
+    trust = trust_of(clock, me=WITNESS)
+    told = {"a": rests, "b": rests, "c": claim("bb"), **stranger}  # c makes the run's last record
+    assert counting(trust, told, trains=False) == "aa"
+    clock.now += LIFETIME_S + 1
+    assert counting(trust, told, trains=False) == "aa bb", "spares keep it from nothing at the end"
     assert counting(trust_of(clock, me=WITNESS), stranger, Credited({}), trains=False) == "bad", (
         "one that has lost its disk begins with what is there"
     )

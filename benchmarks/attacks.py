@@ -5,19 +5,18 @@ what the rules do to honest members that have little or other data.
                                  [--rules gate] [--processes 2] [--quick] [--json] [--out DIR]
 
 Eight workers train one small model in one process, as in benchmarks/convergence.py, under the rules
-that a manifest may name (`rounds.robust`; peer/rounds/robust.py) and under centered clipping; every
-worker reduces one part of each phase, by itself. One or two of the eight lie. Figures are how far
-the validation loss at the end is above that of the honest run in which everybody is believed, from
-the same seed; and, of the honest runs, how many bytes and seconds of a processor more the exchanges
-took.
+that a manifest may name (`rounds.robust`; peer/rounds/robust.py); every worker reduces one part of
+each phase, by itself. One or two of the eight lie. Figures are how far the validation loss at the
+end is above that of the honest run in which everybody is believed, from the same seed; and, of the
+honest runs, how many bytes and seconds of a processor more the exchanges took.
 
 Nobody lies in the second table (--part unusual), and the first worker is another one than the rest,
 which learn from the source code of Python's library: it makes a tenth of the inner steps, or learns
 from prose (the reference of the language that the library holds), or from code whose bytes are no
 other worker's, as another script's would be. Beside the loss over that of everybody believed are
-the shares of values that the gate left out, or shortened to less than half, of this worker and of
-the others, the rounds whose average mostly lacked its values, and how often the chain would have
-had it sit out for that.
+the shares of values that the gate left out, and of those in a mean that were more than twice as far
+from it as the median member's, of this worker and of the others, the rounds whose average mostly
+lacked its values, and how often the chain would have had it sit out for that.
 
 --quick: one seed, five rows of liars, two rules (two minutes; seconds with --rounds 3). --json: one
 line and nothing else.
@@ -40,8 +39,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.convergence_rules import ADAPTIVE, DEFAULTS, FOUR_BIT, TWO_BIT, WORLD, rules
 from benchmarks.convergence_runs import Runner, gaps, mean
 from benchmarks.report import Column, Report, parser
-from benchmarks.simulated_exchange import Attack, Averaging
+from benchmarks.simulated_exchange import Attack
 from benchmarks.simulated_swarm import Outcome, Rule, World
+from dilocox.dht.manifest_sections import RobustRule
 
 FIRST_SEED = 40
 CODECS = {"defaults": DEFAULTS, "adaptive": ADAPTIVE, "dense": FOUR_BIT, "two_bits": TWO_BIT}
@@ -63,7 +63,7 @@ ATTACKS: dict[str, Attack | None] = {
     "1 reduces, biased": Attack(kind="bias", liars=1),
     "2 reduce, biased": Attack(kind="bias", liars=2),
 }
-RULES: tuple[Averaging, ...] = ("none", "gate", "clip", "centered")
+RULES: tuple[RobustRule, ...] = ("none", "gate", "centered", "clip")
 QUICK = (
     HONEST,
     "1 flips, times ten",
@@ -81,7 +81,7 @@ UNUSUAL: dict[str, dict[str, Any]] = {
 TREATED = (
     Column("who is unusual"),
     Column("loss", "+.1%"),
-    *(Column(name, ".1%") for name in ("left out", "others", "shortened", "others")),
+    *(Column(name, ".1%") for name in ("left out", "others", "drawn", "others")),
     Column("rounds unheard", ".1%"),
     Column("sits out"),
 )
@@ -95,7 +95,7 @@ def found_of(
     world: World,
     base: Rule,
     attacks: Sequence[str],
-    names: Sequence[Averaging],
+    names: Sequence[RobustRule],
     seeds: Sequence[int],
 ) -> Found:
     rows = {
@@ -155,8 +155,8 @@ def unusual(
             "loss": mean(gaps(gated, found[f"{who} none"])),
             "left_out": mean([each.left_out for each in first]),
             "others_left_out": mean([each.left_out for each in others]),
-            "shortened": mean([each.shortened for each in first]),
-            "others_shortened": mean([each.shortened for each in others]),
+            "drawn": mean([each.drawn for each in first]),
+            "others_drawn": mean([each.drawn for each in others]),
             "unheard": mean([each.unheard for each in first]),
             "sits_out": sum(each.sat_out for each in first),
         }
@@ -235,7 +235,7 @@ def main() -> None:
     with Runner(options.processes, points=1) as runner:
         if options.part != "unusual":
             unwanted = set(RULES[1:]) - set(("gate",) if options.quick else options.rules)
-            names: list[Averaging] = [each for each in RULES if each not in unwanted]
+            names: list[RobustRule] = [each for each in RULES if each not in unwanted]
             attacks = QUICK if options.quick else tuple(ATTACKS)
             found = found_of(runner, world, rules(world)[codec], attacks, names, seeds)
             told |= {"loss": over(found), **costs(found)}

@@ -1,7 +1,5 @@
 """A local swarm (dilocox.local_swarm) some of whose workers lie, whose members judge reducers, and
 which notes how far each was believed.
-
-Centered clipping (benchmarks/robust.py) is a rule of averaging beside the product's.
 """
 
 from __future__ import annotations
@@ -17,14 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from benchmarks.robust import centered
-from dilocox.dht.manifest_sections import RobustRule
-from dilocox.peer.rounds.robust import LEAST_GATED, Likeness, likeness, not_of_ours
-from dilocox.peer.rounds.shares import decode, encode
+from dilocox.peer.rounds.robust import JUDGED, LEAST_GATED, Likeness, likeness, not_of_ours
 from dilocox.peer.rounds.standing import Standing, bounded_weights, following_standings
 from dilocox.peer.training.local_swarm import LocalSwarm
-
-Averaging = RobustRule | Literal["centered"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,14 +71,14 @@ class Attack:
 class Hearing:
     """How far one worker was believed, over all rounds.
 
-    left_out: the share of the values that it sent, in all phases, that are in no mean. shortened:
-        of those that are in one to less than half of their length.
+    left_out: the share of the values that it sent, in all phases, that are in no mean. drawn: of
+        those that are in one further from it than twice the median distance.
     unheard: the share of rounds whose average mostly lacks its values. sat_out: how often the chain
         would have had it sit out for that (standing.py); here it takes part all the same.
     """
 
     left_out: float
-    shortened: float
+    drawn: float
     unheard: float
     sat_out: int
 
@@ -93,10 +86,8 @@ class Hearing:
 class AttackedSwarm(LocalSwarm):
     """Its first workers may lie; seconds of a processor in all exchanges are `exchange_s`."""
 
-    def __init__(self, *arguments: Any, robust: Averaging, attack: Attack | None, **named: Any):
-        """robust: the rule of averaging; `centered` counts in the place of the manifest's."""
+    def __init__(self, *arguments: Any, attack: Attack | None, **named: Any):
         super().__init__(*arguments, **named)
-        self._robust: Averaging = robust
         self._attack = attack or Attack(kind="flip", liars=0)
         self._members: list[int] = []
         self._alike: dict[tuple[int, int], dict[int, Likeness]] = {}
@@ -111,7 +102,7 @@ class AttackedSwarm(LocalSwarm):
         sent = max(1, noted["sent", worker])
         return Hearing(
             left_out=noted["left out", worker] / sent,
-            shortened=noted["shortened", worker] / sent,
+            drawn=noted["drawn", worker] / sent,
             unheard=noted["unheard", worker] / (self._round + 1),
             sat_out=noted["sat out", worker],
         )
@@ -168,11 +159,8 @@ class AttackedSwarm(LocalSwarm):
         self, phase: int, reducer: int, values: Mapping[str, Tensor], weight: Mapping[str, int]
     ) -> tuple[Tensor, Sequence[str]]:
         """What the reducer returns for the mean of its part, and who is in it."""
-        if self._robust == "centered":
-            mean, heard = self._centered(phase, values, weight)
-        else:
-            mean, heard = super().reduce(phase, reducer, values, weight)
-        self._note(values, heard)
+        mean, heard = super().reduce(phase, reducer, values, weight)
+        self._note(mean, values, heard)
         if self._lies(self._members[reducer]) and self._attack.reduces:
             mean = self._attack.returned(mean)
         total = sum(weight[name] for name in heard)
@@ -183,24 +171,24 @@ class AttackedSwarm(LocalSwarm):
                 self._alike[phase, member][self._members[reducer]] = beside
         return mean, heard
 
-    def _note(self, values: Mapping[str, Tensor], heard: Sequence[str]) -> None:
-        """Count what is in a mean; lengths are those before the codec, which changes all alike."""
-        norms = {name: float(own.norm()) for name, own in values.items()}
-        limit = median(norms[name] for name in heard)
+    def _note(self, mean: Tensor, values: Mapping[str, Tensor], heard: Sequence[str]) -> None:
+        """Count what is in a mean; distances are of what was sent before the codec changed it."""
+        away = {name: float((own - mean).norm()) for name, own in values.items()}
+        limit = median(away[name] for name in heard)
         for name, own in values.items():
             worker = self._members[int(name)]
             self._noted["sent", worker] += len(own)
             if name not in heard:
                 self._noted["left out", worker] += len(own)
-            elif norms[name] > 2 * limit:
-                self._noted["shortened", worker] += len(own)
+            elif away[name] > 2 * limit:
+                self._noted["drawn", worker] += len(own)
 
     def _lies(self, worker: int) -> bool:
         return worker < self._attack.liars
 
     def _blamed(self) -> set[int]:
         """Against whom half of the members vote after a phase; who reduces falsely says nothing."""
-        if self._robust != "gate" or len(self._members) < LEAST_GATED:
+        if self._rounds.robust not in JUDGED or len(self._members) < LEAST_GATED:
             return set()
         votes: dict[int, Counter[int]] = defaultdict(Counter)
         for (phase, member), found in self._alike.items():
@@ -208,13 +196,3 @@ class AttackedSwarm(LocalSwarm):
                 votes[phase].update(not_of_ours(found))
         half = len(self._members) / 2
         return {each for phase in votes.values() for each, n in phase.items() if n >= half}
-
-    def _centered(
-        self, phase: int, values: Mapping[str, Tensor], weight: Mapping[str, int]
-    ) -> tuple[Tensor, Sequence[str]]:
-        codec, numel = self.codec.phases(self.ranks)[phase].codec, len(values["0"])
-        payloads = [encode(codec, each) for each in values.values()]
-        decoded = torch.stack([decode(codec, each, numel) for each in payloads])
-        mean = encode(codec, centered(decoded, list(weight.values())))
-        self.bytes_sent += sum(map(len, payloads[1:])) + (len(values) - 1) * len(mean)
-        return decode(codec, mean, numel), list(values)

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.fleet import Fleet
-from benchmarks.simulated_exchange import Attack, AttackedSwarm, Averaging, Hearing
+from benchmarks.simulated_exchange import Attack, AttackedSwarm, Hearing
 from benchmarks.trial_averages import TriedSwarm, Way
 from benchmarks.uneven_swarm import PacedFleet, UnevenSwarm
 from dilocox.compression.stage_codec import Compression
 from dilocox.dht.manifest import CodecSpec, DataSpec, InnerSpec, OuterSpec, RoundSpec
+from dilocox.dht.manifest_sections import RobustRule
 from dilocox.peer.training.data import ByteTokenizer, Corpus, held_out_windows
 from dilocox.peer.training.inner_optimizer import learning_rate
 from dilocox.pipeline.stage import parameter_shapes
@@ -82,11 +83,10 @@ class Rule:
     merge: as in the manifest; `gradients`: they are averaged at every inner step (AllReduce).
     learning_rate, momentum: of the outer step. weight: w of `rebase`. decay: of the residual.
     energy: ranks follow it, as in the manifest's codec section; None: they stay.
-    robust: how far reducers believe workers, as in the manifest; or `centered`, of
-        benchmarks/robust.py. attack: what liars send; nobody lies
-        where it is None. half: values travel in fp16 in the place of the codec's 32 bits. way: of
-        benchmarks/trial_averages.py, in the place of the codec. momentum_kept: the share of Muon's
-        momentum that an arriving record leaves.
+    robust: how far reducers believe workers, as in the manifest. attack: what liars send; nobody
+        lies where it is None. half: values travel in fp16 in the place of the codec's 32 bits. way:
+        of benchmarks/trial_averages.py, in the place of the codec. momentum_kept: the share of
+        Muon's momentum that an arriving record leaves.
     """
 
     merge: Literal["gradients", "none", "reset", "rebase"]
@@ -96,7 +96,7 @@ class Rule:
     weight: float = 0.75
     decay: float = 0.95
     energy: float | None = None
-    robust: Averaging = "none"
+    robust: RobustRule = "none"
     attack: Attack | None = None
     half: bool = False
     way: Way | None = None
@@ -261,7 +261,6 @@ def _swarm(world: World, trial: Trial, stage: nn.Module, weights: list[Tensor]) 
         "weights": weights,
         "arrival": world.arrival,
         "seed": trial.seed,
-        "robust": rule.robust,
         "attack": rule.attack,
     }
     if rule.way is not None:
@@ -278,9 +277,8 @@ def _swarm(world: World, trial: Trial, stage: nn.Module, weights: list[Tensor]) 
 
 def _sections(world: World, rule: Rule) -> dict[str, Any]:
     """The rule in the words of a manifest."""
-    robust = "none" if rule.robust == "centered" else rule.robust
     return {
-        "rounds": RoundSpec(inner_steps=world.inner_steps, robust=robust),
+        "rounds": RoundSpec(inner_steps=world.inner_steps, robust=rule.robust),
         "outer": OuterSpec(
             merge="none" if rule.merge == "gradients" else rule.merge,
             apply="round_end" if rule.merge == "reset" else "arrival",

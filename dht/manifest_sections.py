@@ -283,7 +283,7 @@ class CodecSpec:
     max_factor: Number = Field(default=1e4, gt=0, le=1e30)
 
 
-RobustRule = Literal["gate", "clip", "none"]
+RobustRule = Literal["gate", "centered", "clip", "none"]
 """How far reducers believe members: peer/rounds/robust.py."""
 
 

@@ -28,7 +28,7 @@ from dilocox.peer.process.prepare import fewest_stages, memory_of_stages, stage_
 from dilocox.peer.rounds.grid import Grid
 from dilocox.peer.rounds.rank_choice import least_inner_steps
 from dilocox.peer.rounds.record import stage_codec
-from dilocox.peer.rounds.robust import LEAST_GATED
+from dilocox.peer.rounds.robust import JUDGED, LEAST_GATED
 from dilocox.peer.rounds.round_end import LONGEST_LOOK_S, LOOK_S, LOOKS, NOTICE_S
 from dilocox.pipeline.frames import CODECS, encoded_bytes
 from dilocox.pipeline.partition import EMBEDDING_DISCOUNT, hidden_size, plan_stages
@@ -306,7 +306,7 @@ class RunPlan:
         upload, download = machines.up_bytes_s, machines.down_bytes_s
         left *= max(0.1, 1 - self._resting_bytes_s / machines.slower_bytes_s)
         moved = sum(up for up, _ in turns)
-        gated = manifest.rounds.robust == "gate" and min(map(len, grid.rows)) >= LEAST_GATED
+        gated = manifest.rounds.robust in JUDGED and min(map(len, grid.rows)) >= LEAST_GATED
         computed = (CODE_S + GATE_S * gated) * sum(phase.numel for phase in phases)
         computed += MOVE_S * moved + CALL_S * (len(turns) + 2) * (max(map(len, grid.rows)) - 1)
         return ExchangeFacts(

@@ -1,28 +1,31 @@
 """How far a reducer believes each member: nobody is to move an average alone, or backwards. The
 rules alone; shares.py has the parts that they judge.
 
-    gate  parts are left out that go against the coordinate-wise median, by a quarter of the cosine
-          with which a usual one goes along it; of the others those longer than the median one are
-          shortened to it. The default.
-    clip  parts longer than the median one are shortened to it, wherever they go.
-    none  everybody is believed.
+    gate      parts are left out that go against the coordinate-wise median, by a quarter of the
+              cosine with which a usual one goes along it; the others are averaged as by `centered`.
+              The default.
+    centered  nobody is left out; what lies further from the mean than the median distance is drawn
+              to it (centered clipping, arXiv 2012.10333), in five steps from the median.
+    clip      parts longer than the median one are shortened to it, wherever they go.
+    none      everybody is believed.
 
-A member that sends ten times its update with the sign flipped would turn a run around; with it one
-of eight members costs nothing that can be measured, and two of eight little (docs/results.md).
-Gradient clipping alone bounds how far a liar goes, not where to; a median alone leans one way where
-members differ. Honest members of other data go across the others, by chance a little against them:
-so the quarter, which is all that a liar that knows it can take back of what one member gives. A
-member left out of a part keeps it in its residual, like one whose part came too late.
+A member that sends ten times its update with the sign flipped would turn a run around; with the
+gate one of eight members costs nothing that can be measured, and two of eight little
+(docs/results.md). Shortening alone bounds how far a liar goes, not where to; a median alone leans
+one way where members differ. Honest members of other data go across the others, by chance a little
+against them: so the quarter, which is all that a liar that knows it can take back of what one
+member gives. A member left out of a part keeps it in its residual, like one whose part came too
+late.
 
-The voters (standing.py) judge the members, by their median and their norms, or a crowd of fresh
-keys would be the median. Of two and three voters nobody can say which one lies: for them `gate` is
-`clip`, and another member that goes against them is left out all the same. Each reducer judges its
-part by itself, each row of a large group its own, and each phase.
+The voters (standing.py) judge the members, by their median and their distances, or a crowd of fresh
+keys would be the median. Of two and three voters nobody can say which one lies: for them `gate` and
+`centered` are `clip`, and by the gate another member that goes against them is left out all the
+same. Each reducer judges its part by itself, each row of a large group its own, and each phase.
 
 Another row's mean that is more than twice as long as one's own is shortened to that: it comes from
 one member, and one of any length would leave nothing that could be encoded.
 
-With the gate the members judge the reducers, too (`not_of_ours`): a mean that holds one's own
+With these two the members judge the reducers, too (`not_of_ours`): a mean that holds one's own
 values lies along them, and is not much longer beside them than the other reducers' means. A member
 that finds one which does not votes against the record and names its reducer; where half of its
 voters do, the attempt is repeated without it. What a reducer adds that is no longer than the mean
@@ -42,7 +45,10 @@ from torch import Tensor
 
 from dilocox.dht.manifest_sections import RobustRule
 
+JUDGED: tuple[RobustRule, ...] = ("gate", "centered")  # with these members judge reducers
 LEAST_GATED = 4  # voters: of three, two would leave out the third
+STEPS = 5  # of centered clipping
+TINY = 1e-300  # no length, where one would divide by it
 AGAINST = 0.25  # of the median cosine; a member that flips its sign is at minus one times it
 LONGEST_ROW = 2.0  # times one's own row's mean
 MOST_LONGER = 4.0  # than the other means, each beside one's own values there
@@ -52,37 +58,94 @@ CLEAR = 4.0  # times chance, that one's own values alone make a mean lie along t
 T = TypeVar("T")
 
 
-def factors(
+@dataclass(frozen=True)
+class Belief:
+    """How much of each member's part is in a mean.
+
+    believed: the places of the members in it. parts: by what to multiply each member's part; 0
+    where it is left out. middle: by what to multiply the judges' median.
+    """
+
+    believed: list[int]
+    parts: list[float]
+    middle: float = 0.0
+
+
+def belief(
     rule: RobustRule,
+    weights: Sequence[float],
     norms: Sequence[float],
     votes: Sequence[bool],
-    along: Callable[[list[int]], Tensor],
-) -> list[float]:
-    """By what to multiply each member's part; 0: it is left out.
+    products: Callable[[list[int]], Tensor],
+) -> Belief:
+    """Of which parts a mean is made.
 
-    norms: of the parts, in L2. votes: whether each part's member votes; where none does, all are
-    judges. along: the products of each part with the coordinate-wise median of the parts at these
-    places, [m]; called where they are needed.
+    weights: what each member counts. norms: of the parts, in L2. votes: whether each part's member
+    votes; where none does, all are judges. products: of the parts and the coordinate-wise median of
+    those at these places with each other, float64 [m + 1, m + 1], the median last; called where
+    they are needed.
     """
+    everybody = list(range(len(norms)))
     if rule == "none" or len(norms) == 1:
-        return [1.0] * len(norms)
-    judges = [place for place, each in enumerate(votes) if each] or list(range(len(norms)))
-    believed = [True] * len(norms)
-    if rule == "gate" and (len(judges) >= LEAST_GATED or len(judges) < len(norms)):
-        # a part of zeros does no harm
-        cosines = [
-            float(a) / norm if norm else 0.0 for a, norm in zip(along(judges), norms, strict=True)
-        ]
-        least = -AGAINST * max(0.0, median(cosines[place] for place in judges))
-        goes = [each > least or norm == 0 for each, norm in zip(cosines, norms, strict=True)]
-        # of few judges none is left out; nor where all go against the others: there is no way
-        few = len(judges) < LEAST_GATED or not any(goes[place] for place in judges)
-        believed = [each or (few and place in judges) for place, each in enumerate(goes)]
-    limit = median(norms[place] for place in judges if believed[place])
-    return [
-        (limit / norm if norm > limit else 1.0) if kept else 0.0
-        for norm, kept in zip(norms, believed, strict=True)
-    ]
+        return _shortened(everybody, weights, [1.0] * len(norms))
+    judges, believed = [n for n in everybody if votes[n]] or everybody, everybody
+    enough = len(judges) >= LEAST_GATED
+    if rule in JUDGED and (enough or (rule == "gate" and len(judges) < len(norms))):
+        found = products(judges)
+        if rule == "gate":
+            goes = _along(_floats(found[:-1, -1]), norms, judges)
+            # of few judges none is left out; nor where all go against the others: there is no way
+            enough = enough and any(goes[n] for n in judges)
+            believed = [n for n in everybody if goes[n] or (n in judges and not enough)]
+        if enough:
+            return _centered(believed, weights, judges, found)
+    limit = median(norms[n] for n in judges if n in believed)
+    return _shortened(believed, weights, [limit / max(limit, norm, TINY) for norm in norms])
+
+
+def _along(along: Sequence[float], norms: Sequence[float], judges: Sequence[int]) -> list[bool]:
+    """Whether each part goes along the median, or not much against it; one of zeros does no harm.
+
+    along: their products with it.
+    """
+    cosines = [each / norm if norm else 0.0 for each, norm in zip(along, norms, strict=True)]
+    least = -AGAINST * max(0.0, median(cosines[n] for n in judges))
+    return [each > least or norm == 0 for each, norm in zip(cosines, norms, strict=True)]
+
+
+def _shortened(believed: list[int], weights: Sequence[float], by: Sequence[float]) -> Belief:
+    tokens = sum(weights[n] for n in believed)
+    return Belief(
+        believed,
+        [each / tokens * by[n] if n in believed else 0.0 for n, each in enumerate(weights)],
+    )
+
+
+def _centered(
+    believed: list[int], weights: Sequence[float], judges: Sequence[int], products: Tensor
+) -> Belief:
+    """Centered clipping of the believed parts, in their products alone: a point that begins at the
+    median moves five times to the mean of them, each at most the judges' median distance away.
+    """
+    share = torch.zeros(len(weights), dtype=torch.float64)
+    share[believed] = torch.tensor(weights, dtype=torch.float64)[believed]
+    share /= share.sum()
+    among, squares = [n for n in judges if n in believed], products.diag()[:-1]
+    point = torch.zeros(len(products), dtype=torch.float64)
+    point[-1] = 1.0
+    for _ in range(STEPS):
+        along = products @ point
+        away = (squares - 2 * along[:-1] + point @ along).clamp(min=0.0).sqrt()
+        limit = median(_floats(away[among]))
+        moved = share * (limit / away.clamp(min=max(limit, TINY)))
+        point *= 1 - moved.sum()
+        point[:-1] += moved
+    *parts, middle = _floats(point)
+    return Belief(believed, parts, middle)
+
+
+def _floats(values: Tensor) -> list[float]:
+    return [float(each) for each in values]
 
 
 def row_factors(rule: RobustRule, norms: Sequence[float], own: int | None) -> list[float]:
@@ -96,23 +159,29 @@ def row_factors(rule: RobustRule, norms: Sequence[float], own: int | None) -> li
     return [min(1.0, LONGEST_ROW * usual / norm) if norm else 1.0 for norm in norms]
 
 
-def along_median(values: Tensor, judges: list[int]) -> Tensor:
-    """The products of each member's values with the judges' median, of a piece of a part: float64
-    [m].
-
-    values: [m, n]. judges: their rows. Of an even count the median is the middle of the two, or it
+def median_of(values: Tensor) -> Tensor:
+    """Of each coordinate of a piece [m, n], fp32 [n]: of an even count the middle of the two, or it
     leans one way.
     """
-    ranked = values[judges].double().sort(dim=0).values
-    count = len(judges)
-    middle = (ranked[(count - 1) // 2] + ranked[count // 2]) / 2
-    return values.double() @ middle
+    ranked = values.double().sort(dim=0).values
+    count = len(values)
+    return ((ranked[(count - 1) // 2] + ranked[count // 2]) / 2).float()
 
 
-def weighted_sum(values: Tensor, weights: Sequence[float]) -> Tensor:
-    """Of a piece [m, n] of a part: fp32 [n], summed in float64 in the order of the members."""
+def products_of(values: Tensor, middle: Tensor) -> Tensor:
+    """What `belief` asks of one piece: values [m, n], their judges' median [n]."""
+    together = torch.cat([values, middle[None]]).double()
+    return together @ together.T
+
+
+def weighted_sum(values: Tensor, middle: Tensor, how: Belief) -> Tensor:
+    """Of a piece [m, n] of a part, and its judges' median [n]: fp32 [n], summed in float64 in the
+    order of the members.
+    """
     total = torch.zeros(values.shape[1], dtype=torch.float64)
-    for row, weight in zip(values, weights, strict=True):
+    if how.middle:  # where it was not asked for there is none
+        total.add_(middle.double(), alpha=how.middle)
+    for row, weight in zip(values, how.parts, strict=True):
         total.add_(row.double(), alpha=weight)
     return total.float()
 

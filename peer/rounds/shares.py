@@ -26,13 +26,15 @@ from dilocox.dht.manifest_sections import RobustRule
 from dilocox.peer.rounds.group import AttemptSetup, Mean, ShareRefused
 from dilocox.peer.rounds.record import ReducedShare
 from dilocox.peer.rounds.robust import (
+    JUDGED,
     LEAST_GATED,
     Likeness,
-    along_median,
-    factors,
+    belief,
     in_order,
     likeness,
+    median_of,
     not_of_ours,
+    products_of,
     row_factors,
     weighted_sum,
 )
@@ -96,31 +98,30 @@ class Reduction:
         self.give_up()
         if not names:
             return None
+        votes = [name in self._voters for name in names]
+        if self._voters and not any(votes):  # nobody to judge them by
+            return None
         parts = [payloads[name] for name in names]
+        mean = torch.empty(self._numel)  # and the judges' median before it
 
-        def along(judges: list[int]) -> Tensor:
+        def products(judges: list[int]) -> Tensor:
             found = dict[int, Tensor]()
 
             def measure(place: slice, values: Tensor) -> None:
-                found[place.start] = along_median(values, judges)
+                mean[place] = median_of(values[judges])
+                found[place.start] = products_of(values, mean[place])
 
             self._codec.decode_together(parts, self._numel, measure)
             return in_order(found)
 
-        votes = [name in self._voters for name in names]
-        if self._voters and not any(votes):  # nobody to judge them by
-            return None
-        by = factors(self._rule, [self._norms[name] for name in names], votes, along)
-        believed = tuple(name for name, each in zip(names, by, strict=True) if each > 0)
-        tokens = sum(self._weight[name] for name in believed)
-        shares = [self._weight[name] / tokens * each for name, each in zip(names, by, strict=True)]
-        mean = torch.empty(self._numel)
+        weights, norms = ([of[name] for name in names] for of in (self._weight, self._norms))
+        how = belief(self._rule, weights, norms, votes, products)
 
         def average(place: slice, values: Tensor) -> None:
-            mean[place] = weighted_sum(values, shares)
+            mean[place] = weighted_sum(values, mean[place], how)
 
         self._codec.decode_together(parts, self._numel, average)
-        return RowMean(believed, mean)
+        return RowMean(tuple(names[place] for place in how.believed), mean)
 
     def give_up(self) -> None:
         """Free the parts: an attempt is kept for a while after its end."""
@@ -236,7 +237,7 @@ class Shares:
         self.two_faced: set[str] = set()  # reducers that signed two means of one share
         self.own: dict[int, Tensor] = {}  # this member's vector of each phase, once it is known
         self.taken: set[int] = set()  # columns whose reducer took our part
-        self._judges = setup.robust == "gate" and len(setup.members) >= LEAST_GATED
+        self._judges = setup.robust in JUDGED and len(setup.members) >= LEAST_GATED
         self._alike: dict[int, Likeness] = {}  # means of others beside our own values
 
     # ---- what it is ours to average over our row -------------------------------------------------

@@ -109,7 +109,7 @@ def swarm_of(models: list[nn.Linear], **facts: Any) -> UnevenSwarm:
     rounds = RoundSpec(inner_steps=H, robust="none")
     codec = CodecSpec(**RAW, residual_decay=0.0)
     given: Any = {"paces": (H,) * len(models), "absent": False, "half": False} | facts
-    given |= {"robust": "none", "attack": None}
+    given |= {"attack": None}
     return UnevenSwarm(models, rounds=rounds, arrival=0, outer=outer, codec=codec, **given)
 
 

@@ -13,18 +13,11 @@ from torch import Tensor
 
 from benchmarks.attacks import TENTH, UNUSUAL, WORKERS
 from benchmarks.convergence_rules import DEFAULTS, TWO_BIT, WORLD, rules
-from benchmarks.robust import centered
-from benchmarks.simulated_exchange import Averaging
 from benchmarks.simulated_swarm import Trial, run_trials
 from dilocox.compression.group_quantization import GroupCodec
 from dilocox.compression.workers import PIECE, Workers
 from dilocox.dht.manifest_sections import RobustRule
-from dilocox.peer.rounds.robust import (
-    Likeness,
-    factors,
-    likeness,
-    not_of_ours,
-)
+from dilocox.peer.rounds.robust import Likeness, belief, likeness, median_of, not_of_ours
 from dilocox.peer.rounds.shares import Reduction, RowMean, combine, encode
 from dilocox.peer.rounds.standing import bounded_weights
 from tests.sweeps import sweep
@@ -76,11 +69,11 @@ def test_the_gate_believes_who_has_nothing_to_say() -> None:
 
 @pytest.mark.parametrize("rule", ["clip", "gate", "centered"])
 @pytest.mark.parametrize("liar", [-10.0, 10.0])
-def test_one_liar_moves_the_average_little(rule: Averaging, liar: float) -> None:
+def test_one_liar_moves_the_average_little(rule: RobustRule, liar: float) -> None:
     sent = parts(liar)
     honest = sent[1:].mean(dim=0)
     plain = reduced("none", list(sent)).values
-    judged = centered(sent, [1.0] * 8) if rule == "centered" else reduced(rule, list(sent)).values
+    judged = reduced(rule, list(sent)).values
     assert (judged - honest).norm() < 0.5 * (plain - honest).norm()
 
 
@@ -145,18 +138,56 @@ def test_who_states_ten_times_the_tokens_moves_a_mean_twice_at_most() -> None:
 
 
 @pytest.mark.parametrize(
-    ("along", "expected"),
+    ("along", "believed"),
     [
-        ([1.0, 1.0, -0.2, 2.0], [1.0, 1.0, 0.0, 0.25]),
-        ([1.0, 1.0, -0.1, 2.0], [1.0, 1.0, 1.0, 0.25]),  # against them by less than a quarter
-        ([-1.0, -1.0, 0.0, -2.0], [1.0, 1.0, 1.0, 0.25]),  # nobody goes with the others
+        ([1.0, 1.0, -0.2, 2.0], [0, 1, 3]),
+        ([1.0, 1.0, -0.1, 2.0], [0, 1, 2, 3]),  # against them by less than a quarter
+        ([-1.0, -1.0, 0.0, -2.0], [0, 1, 2, 3]),  # nobody goes with the others
     ],
 )
-def test_who_goes_on_is_shortened_to_the_median_of_those_who_do(
-    along: list[float], expected: list[float]
+def test_a_part_is_left_out_that_goes_against_the_median_by_a_quarter_of_the_usual_cosine(
+    along: list[float], believed: list[int]
 ) -> None:
     norms = [1.0, 1.0, 1.0, 4.0]
-    assert factors("gate", norms, [True] * 4, lambda _: torch.tensor(along)) == expected
+    products = torch.diag(torch.tensor([*norms, 1.0], dtype=torch.float64).square())
+    products[-1, :-1] = products[:-1, -1] = torch.tensor(along)
+    assert belief("gate", [1.0] * 4, norms, [True] * 4, lambda _: products).believed == believed
+
+
+def clipped_about_the_median(sent: Tensor, weights: Sequence[int], voters: Sequence[int]) -> Tensor:
+    """Centered clipping in the values themselves, as its papers have it."""
+    centre, shares = median_of(sent[voters]).double(), torch.tensor(weights) / sum(weights)
+    for _ in range(5):
+        away = sent.double() - centre
+        norms = away.norm(dim=1)
+        limit = norms[voters].quantile(0.5)
+        centre = centre + (shares[:, None] * away * (limit / norms).clamp(max=1)[:, None]).sum(0)
+    return centre.float()
+
+
+@pytest.mark.parametrize("rule", ["gate", "centered"])
+@pytest.mark.parametrize("voters", [8, 5])
+def test_whom_the_gate_believes_are_clipped_about_their_median(
+    rule: RobustRule, voters: int
+) -> None:
+    sent, tokens = parts(5.0), (3, 1, 1, 2, 1, 1, 2, 1)
+    found = reduced(rule, list(sent), tokens=tokens, voters=MEMBERS[:voters])
+    weights = [*bounded_weights(dict(zip(MEMBERS, tokens, strict=True)), {}).values()]
+    expected = clipped_about_the_median(sent, weights, range(voters))
+    torch.testing.assert_close(found.values, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_two_that_go_their_own_way_move_a_gated_mean_less_than_one_that_is_only_shortened() -> None:
+    """Two constants are at right angles to what the others learnt: the gate believes them."""
+    draw = torch.Generator().manual_seed(2)
+    way = torch.randn(4000, generator=draw)
+    sent = way + torch.randn(8, 4000, generator=draw)
+    honest = sent[2:].mean(dim=0)
+    sent[:2] = 10 * float(honest.norm()) / 4000**0.5
+    found = {rule: reduced(rule, list(sent)) for rule in RULES}
+    assert found["gate"].contributors == tuple(MEMBERS)
+    off = {rule: float((each.values - honest).norm()) for rule, each in found.items()}
+    assert off["gate"] < 0.8 * off["clip"] < 0.2 * off["none"]
 
 
 @pytest.mark.parametrize("rule", RULES)

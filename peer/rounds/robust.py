@@ -4,18 +4,18 @@ rules alone; shares.py has the parts that they judge.
     gate      parts are left out that go against the coordinate-wise median, by a quarter of the
               cosine with which a usual one goes along it; the others are averaged as by `centered`.
               The default.
-    centered  nobody is left out; what lies further from the mean than the median distance is drawn
-              to it (centered clipping, arXiv 2012.10333), in five steps from the median.
+    centered  nobody is left out; what lies further from the mean than the voters' median distance
+              is drawn to it (centered clipping, arXiv 2012.10333), in five steps from the median.
     clip      parts longer than the median one are shortened to it, wherever they go.
     none      everybody is believed.
 
 A member that sends ten times its update with the sign flipped would turn a run around; with the
 gate one of eight members costs nothing that can be measured, and two of eight little
-(docs/results.md). Shortening alone bounds how far a liar goes, not where to; a median alone leans
-one way where members differ. Honest members of other data go across the others, by chance a little
-against them: so the quarter, which is all that a liar that knows it can take back of what one
-member gives. A member left out of a part keeps it in its residual, like one whose part came too
-late.
+(docs/results.md); half of the voters can do anything. Shortening alone bounds how far a liar goes,
+not where to; a median alone leans one way where members differ. Honest members of other data go
+across the others, by chance a little against them: so the quarter, which is all that a liar that
+knows it can take back of what one member gives. A member left out of a part keeps it in its
+residual, like one whose part came too late.
 
 The voters (standing.py) judge the members, by their median and their distances, or a crowd of fresh
 keys would be the median. Of two and three voters nobody can say which one lies: for them `gate` and
@@ -25,8 +25,9 @@ same. Each reducer judges its part by itself, each row of a large group its own,
 Another row's mean that is more than twice as long as one's own is shortened to that: it comes from
 one member, and one of any length would leave nothing that could be encoded.
 
-With these two the members judge the reducers, too (`not_of_ours`): a mean that holds one's own
-values lies along them, and is not much longer beside them than the other reducers' means. A member
+With `gate` and `centered` the members judge the reducers, too (`not_of_ours`): a mean that holds
+one's own values lies along them, at least as other reducers' means usually do, and is not much
+longer beside them than these. A member
 that finds one which does not votes against the record and names its reducer; where half of its
 voters do, the attempt is repeated without it. What a reducer adds that is no longer than the mean
 itself is not found.
@@ -35,9 +36,10 @@ itself is not found.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median, median_low
+from statistics import median, median_high, median_low
 from typing import TypeVar
 
 import torch
@@ -48,7 +50,7 @@ from dilocox.dht.manifest_sections import RobustRule
 JUDGED: tuple[RobustRule, ...] = ("gate", "centered")  # with these members judge reducers
 LEAST_GATED = 4  # voters: of three, two would leave out the third
 STEPS = 5  # of centered clipping
-TINY = 1e-300  # no length, where one would divide by it
+ROUNDING = 1e-6  # of a part's length: how far it may seem to be from itself
 AGAINST = 0.25  # of the median cosine; a member that flips its sign is at minus one times it
 LONGEST_ROW = 2.0  # times one's own row's mean
 MOST_LONGER = 4.0  # than the other means, each beside one's own values there
@@ -100,7 +102,7 @@ def belief(
         if enough:
             return _centered(believed, weights, judges, found)
     limit = median(norms[n] for n in judges if n in believed)
-    return _shortened(believed, weights, [limit / max(limit, norm, TINY) for norm in norms])
+    return _shortened(believed, weights, _drawn(limit, norms))
 
 
 def _along(along: Sequence[float], norms: Sequence[float], judges: Sequence[int]) -> list[bool]:
@@ -115,10 +117,13 @@ def _along(along: Sequence[float], norms: Sequence[float], judges: Sequence[int]
 
 def _shortened(believed: list[int], weights: Sequence[float], by: Sequence[float]) -> Belief:
     tokens = sum(weights[n] for n in believed)
-    return Belief(
-        believed,
-        [each / tokens * by[n] if n in believed else 0.0 for n, each in enumerate(weights)],
-    )
+    parts = [each / tokens * by[n] if n in believed else 0.0 for n, each in enumerate(weights)]
+    return Belief([n for n in believed if by[n]], parts)
+
+
+def _drawn(limit: float, lengths: Sequence[float]) -> list[float]:
+    """By what to multiply what is so long, that nothing is longer than the limit."""
+    return [limit / each if each > limit else 1.0 for each in lengths]
 
 
 def _centered(
@@ -126,22 +131,28 @@ def _centered(
 ) -> Belief:
     """Centered clipping of the believed parts, in their products alone: a point that begins at the
     median moves five times to the mean of them, each at most the judges' median distance away.
+
+    Of all judges, and no more than at the step before: what is left out, or a point that follows
+    liars, must not make it larger.
     """
     share = torch.zeros(len(weights), dtype=torch.float64)
     share[believed] = torch.tensor(weights, dtype=torch.float64)[believed]
     share /= share.sum()
-    among, squares = [n for n in judges if n in believed], products.diag()[:-1]
+    squares = products.diag()[:-1]
+    rounding = ROUNDING * median(_floats(squares[judges].sqrt()))
     point = torch.zeros(len(products), dtype=torch.float64)
     point[-1] = 1.0
+    limit, by = math.inf, list[float]()
     for _ in range(STEPS):
         along = products @ point
-        away = (squares - 2 * along[:-1] + point @ along).clamp(min=0.0).sqrt()
-        limit = median(_floats(away[among]))
-        moved = share * (limit / away.clamp(min=max(limit, TINY)))
+        away = _floats((squares - 2 * along[:-1] + point @ along).clamp(min=0.0).sqrt())
+        limit = min(limit, median(away[n] for n in judges) + rounding)
+        by = _drawn(limit, away)
+        moved = share * torch.tensor(by, dtype=torch.float64)
         point *= 1 - moved.sum()
         point[:-1] += moved
     *parts, middle = _floats(point)
-    return Belief(believed, parts, middle)
+    return Belief([n for n in believed if by[n]], parts, middle)
 
 
 def _floats(values: Tensor) -> list[float]:
@@ -186,9 +197,22 @@ def weighted_sum(values: Tensor, middle: Tensor, how: Belief) -> Tensor:
     return total.float()
 
 
-def in_order(found: Mapping[int, Tensor]) -> Tensor:
-    """The sum over pieces in their order, whichever thread was first."""
-    return torch.stack([found[start] for start in sorted(found)]).sum(dim=0)
+class OrderedSum:
+    """A sum over pieces in their order, whichever thread is first; those that are early wait."""
+
+    def __init__(self) -> None:
+        self.total = torch.zeros((), dtype=torch.float64)
+        self._next = 0
+        self._early: dict[int, tuple[int, Tensor]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, place: slice, value: Tensor) -> None:
+        """Add what was found of a piece, all of one shape, float64."""
+        with self._lock:
+            self._early[place.start] = place.stop, value
+            while (early := self._early.pop(self._next, None)) is not None:
+                self._next, each = early
+                self.total = self.total + each
 
 
 @dataclass(frozen=True)
@@ -217,21 +241,28 @@ def likeness(mean: Tensor, own: Tensor, weight: float, members: int) -> Likeness
 
 def not_of_ours(found: Mapping[T, Likeness]) -> set[T]:
     """The means that cannot be what they say, of those of one phase."""
-    usual = median_low(each.ratio for each in found.values()) if found else 0.0
+    if not found:
+        return set()
+    longer = MOST_LONGER * median_low(each.ratio for each in found.values())
+    usual = median_high(each.cosine for each in found.values())
     return {
         name
         for name, each in found.items()
-        if each.ratio > MOST_LONGER * usual or each.cosine < _least_along(each)
+        if each.ratio > longer or each.cosine < _least_along(each, usual)
     }
 
 
-def _least_along(each: Likeness) -> float:
+def _least_along(each: Likeness, usual: float) -> float:
     """The cosine below which a mean does not hold one's own values, or goes against them.
 
     With members that have nothing in common it would come from these alone; where they were
     shortened, no less than of equals. Those of other data may pull against them, in an embedding
-    above all: so whatever is more than chance will do.
+    above all: so whatever is more than chance will do. And of a member that is unlike the others
+    nearly nothing may be left by all of them: a mean is doubted only where `usual`, the cosine with
+    those of the phase, is another one.
     """
     chance = CHANCE * each.numel**-0.5
     alone = min(each.weight / each.ratio, each.members**-0.5) if each.weight else 0.0
-    return chance if alone > CLEAR * chance else -chance
+    if min(alone, usual) > CLEAR * chance:
+        return chance
+    return min(-chance, usual - CLEAR * chance)

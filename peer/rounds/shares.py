@@ -29,8 +29,8 @@ from dilocox.peer.rounds.robust import (
     JUDGED,
     LEAST_GATED,
     Likeness,
+    OrderedSum,
     belief,
-    in_order,
     likeness,
     median_of,
     not_of_ours,
@@ -82,13 +82,13 @@ class Reduction:
 
     def add(self, peer: str, payload: bytes) -> None:
         """Take a member's encoded part; PayloadRefused, and nothing taken, if it is malformed."""
-        part, squares = _payload(payload, self._numel), dict[int, Tensor]()
+        part, squares = _payload(payload, self._numel), OrderedSum()
 
         def measure(place: slice, values: Tensor) -> None:
-            squares[place.start] = values.double().square().sum()
+            squares.add(place, values.double().square().sum())
 
         self._codec.decode_pieces(part, self._numel, measure)
-        self._norms[peer] = math.sqrt(float(in_order(squares)))
+        self._norms[peer] = math.sqrt(float(squares.total))
         self._payloads[peer] = part
         self.here.add(peer)
 
@@ -105,14 +105,14 @@ class Reduction:
         mean = torch.empty(self._numel)  # and the judges' median before it
 
         def products(judges: list[int]) -> Tensor:
-            found = dict[int, Tensor]()
+            found = OrderedSum()
 
             def measure(place: slice, values: Tensor) -> None:
                 mean[place] = median_of(values[judges])
-                found[place.start] = products_of(values, mean[place])
+                found.add(place, products_of(values, mean[place]))
 
             self._codec.decode_together(parts, self._numel, measure)
-            return in_order(found)
+            return found.total
 
         weights, norms = ([of[name] for name in names] for of in (self._weight, self._norms))
         how = belief(self._rule, weights, norms, votes, products)

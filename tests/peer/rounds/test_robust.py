@@ -67,6 +67,31 @@ def test_the_gate_believes_who_has_nothing_to_say() -> None:
     assert reduced("gate", list(parts(0.0))).contributors == tuple(MEMBERS)
 
 
+@pytest.mark.parametrize("rule", ["gate", "centered", "clip"])
+@pytest.mark.parametrize("count", [3, 5])
+def test_beside_most_that_have_nothing_to_say_a_part_of_which_nothing_is_left_is_not_in_the_mean(
+    rule: RobustRule, count: int
+) -> None:
+    names = MEMBERS[:count]
+    sent = [torch.zeros(64)] * (count - 1) + [torch.ones(64)]
+    found = reduced(rule, sent, names=names)
+    assert not found.values.any()
+    assert found.contributors == tuple(names[:-1]), "it keeps what it has sent"
+
+
+def test_liars_that_have_an_honest_part_left_out_are_no_further_from_the_mean_for_that() -> None:
+    """Two of five push the median to the lowest honest values, so that one honest part goes against
+    it, and are huge where it is not seen: of those that are believed they would be half.
+    """
+    draw = torch.Generator().manual_seed(3)
+    honest = 0.15 * torch.randn(4000, generator=draw) + torch.randn(3, 4000, generator=draw)
+    lie = torch.where(honest.sum(dim=0) > 0, honest.min(dim=0).values, honest.max(dim=0).values)
+    lie -= 2.0 * honest[0]
+    lie[:80] = 1e9 * lie[:80].sign()
+    found = reduced("gate", [*honest, lie, lie], names="abcde")
+    assert float(found.values.norm()) < 10 * float(honest.norm(dim=1).max())
+
+
 @pytest.mark.parametrize("rule", ["clip", "gate", "centered"])
 @pytest.mark.parametrize("liar", [-10.0, 10.0])
 def test_one_liar_moves_the_average_little(rule: RobustRule, liar: float) -> None:
@@ -155,12 +180,15 @@ def test_a_part_is_left_out_that_goes_against_the_median_by_a_quarter_of_the_usu
 
 
 def clipped_about_the_median(sent: Tensor, weights: Sequence[int], voters: Sequence[int]) -> Tensor:
-    """Centered clipping in the values themselves, as its papers have it."""
+    """Centered clipping in the values themselves, as its papers have it, by distances that do not
+    grow.
+    """
     centre, shares = median_of(sent[voters]).double(), torch.tensor(weights) / sum(weights)
+    limit = torch.tensor(torch.inf, dtype=torch.float64)
     for _ in range(5):
         away = sent.double() - centre
         norms = away.norm(dim=1)
-        limit = norms[voters].quantile(0.5)
+        limit = torch.minimum(limit, norms[voters].quantile(0.5))
         centre = centre + (shares[:, None] * away * (limit / norms).clamp(max=1)[:, None]).sum(0)
     return centre.float()
 
@@ -256,10 +284,16 @@ SIZES = [(4, 2000), (8, 3000), (8, 20_000)]
 @pytest.mark.parametrize(("count", "numel"), sweep([(8, 100), *SIZES, (32, 5000)], 4))
 @pytest.mark.parametrize("common", [0.0, 0.02, 0.5])
 @pytest.mark.parametrize("longer", [1.0, 20.0])
+@pytest.mark.parametrize("against", [None, 0.0, 0.1])
 def test_no_member_doubts_a_sound_mean(
-    count: int, numel: int, common: float, longer: float
+    count: int, numel: int, common: float, longer: float, against: float | None
 ) -> None:
+    """Nor one whose part goes across those of the others, or a little against them."""
     sent = members_of(count, 8 * numel, common, longer)
+    if against is not None:
+        way = sent[1:].mean(dim=0)
+        odd = torch.randn(way.shape, generator=torch.Generator().manual_seed(9))
+        sent[0] = (odd / odd.norm() - against * way / way.norm()) * sent[0].norm()
     assert judged(sent, lambda mean, noise: mean, columns=8) == 0
 
 

@@ -250,6 +250,10 @@ class Manifest:
                 return learning_rate, momentum
         return self.outer.learning_rate, self.outer.momentum
 
+    def ended_at(self, tokens: int) -> bool:
+        """Whether the run has ended, of which so many tokens are trained."""
+        return self.operation.state == "ended" or tokens >= self.end_tokens
+
     def rolled_back(self, round_number: int, rules: int) -> bool:
         """Whether the operator went back behind the record of this round and these rules."""
         return any(

@@ -418,7 +418,7 @@ class Archive:
         """Whether the run is neither paused nor ended."""
         tokens = kept[0].chain_tokens if 0 in kept else 0
         manifest = self._manifest
-        return manifest.operation.state == "running" and tokens < manifest.end_tokens
+        return manifest.operation.state == "running" and not manifest.ended_at(tokens)
 
     def _claims(self) -> Claims:
         keys = {claim_key(self._run, stage): stage for stage in range(self._manifest.stages)}

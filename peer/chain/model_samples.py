@@ -81,8 +81,7 @@ class Sampler:
         if not spec.prompt or not newest or (row := newest[0]).round < 0:
             return
         before = self._history.newest_sample(spec.prompt)
-        ended = manifest.operation.state == "ended" or row.tokens >= manifest.end_tokens
-        every = 1 if ended else spec.every
+        every = 1 if manifest.ended_at(row.tokens) else spec.every
         if before is not None and row.round < before.round + every:
             return
         self._asked = ModelSample(row.round, row.rules, row.tokens, round(now, 2), spec.prompt)

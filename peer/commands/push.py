@@ -97,8 +97,7 @@ def _wait(joined: Joined, watch: ManifestWatch, wanted: int) -> bool:
             raise EnvironmentFault("this program's own DHT node has ended; start it again")
         watch.look()
         found, tokens = newest_round(joined, watch)
-        manifest = watch.manifest
-        ended = manifest.operation.state == "ended" or tokens >= manifest.end_tokens
+        ended = watch.manifest.ended_at(tokens)
         if not ended and found >= wanted:
             return False
         if found != before or not ended:

@@ -39,6 +39,7 @@ from dilocox.dht.errors import DilocoxError, EnvironmentFault, InvalidInput
 from dilocox.dht.join import Joined, visiting
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_revisions import ManifestWatch
+from dilocox.dht.records import ClaimRecord
 from dilocox.peer.chain.visitor_download import counted_claims
 from dilocox.peer.commands.export import DEFAULT_TOKENS, DTYPES, TextModel, export_run, shown_rounds
 from dilocox.peer.http_pages import (
@@ -496,6 +497,15 @@ def load(options: ServeOptions, joined: Joined, folder: Path) -> Loaded:
     return Loaded(model=TextModel(folder), round=newest, tokens=places[0].chain_tokens)
 
 
+def is_worth_loading(newest: ClaimRecord, loaded: int, manifest: Manifest, rounds: int) -> bool:
+    """Whether a claimed record is so many rounds from the loaded one, or the run's last.
+
+    After a rollback it is of an earlier round.
+    """
+    least = 1 if manifest.ended_at(newest.chain_tokens) else rounds
+    return abs(newest.round - loaded) >= least
+
+
 def follow(
     options: ServeOptions, joined: Joined, service: ChatService, folder: Path, stop: StopSignal
 ) -> None:
@@ -519,9 +529,8 @@ def follow(
         # what is claimed and led to nothing newer is not tried again
         if newest is None or newest.digest == tried:
             continue
-        # after a rollback it is of an earlier round
-        ended = watch.manifest.operation.state == "ended"
-        if abs(newest.round - service.loaded.round) < (1 if ended else options.refresh_rounds):
+        rounds = options.refresh_rounds
+        if not is_worth_loading(newest, service.loaded.round, watch.manifest, rounds):
             continue
         pause_s = 60 * options.refresh_minutes
         try:

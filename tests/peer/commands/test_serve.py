@@ -20,10 +20,18 @@ from torch import Tensor
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.manifest import Manifest
+from dilocox.dht.records import ClaimRecord
 from dilocox.peer.commands import export
 from dilocox.peer.commands import serve as serving
 from dilocox.peer.commands.export import TextModel, continue_text
-from dilocox.peer.commands.serve import ChatService, Loaded, StopText, check_room, serving_bytes
+from dilocox.peer.commands.serve import (
+    ChatService,
+    Loaded,
+    StopText,
+    check_room,
+    is_worth_loading,
+    serving_bytes,
+)
 from dilocox.peer.http_pages import PageServer
 from tests.dht.processes import wait_until
 from tests.peer.commands.checkpoints import LLAMA, RUN, write
@@ -263,6 +271,18 @@ def test_newer_weights_answer_from_the_next_text_on_and_say_so(
     assert [before["round"], after["round"], after["tokens"]] == [12, 13, 40000]
     assert answer["choices"][0]["text"] == "new"
     assert answer["system_fingerprint"].endswith("-round-13")
+
+
+@pytest.mark.parametrize(
+    ("newest", "tokens", "worth"),
+    [(15, 800, True), (14, 800, False), (14, 1000, True), (12, 1000, False), (9, 800, True)],
+)
+def test_weights_are_loaded_after_so_many_rounds_or_where_the_run_has_ended(
+    newest: int, tokens: int, worth: bool
+) -> None:
+    manifest = Manifest.from_dict({"name": "a", "model": "tiny", "end_tokens": 1000})
+    claim = ClaimRecord(round=newest, digest="d" * 64, chain_tokens=tokens, record_bytes=1)
+    assert is_worth_loading(claim, 12, manifest, 3) is worth
 
 
 # ---- refusals ------------------------------------------------------------------------------------

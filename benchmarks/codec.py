@@ -29,6 +29,7 @@ from torch import Tensor
 # a script has only its own folder on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.memory import resident_bytes
 from benchmarks.report import Column, Report, parser
 from dilocox.compression.group_quantization import GroupCodec
 from dilocox.compression.two_bits import FIRST_THRESHOLD, LEVELS, TWO_BIT_GROUP
@@ -66,18 +67,11 @@ def peak_memory(call: Callable[[], Tensor]) -> int | None:
         return None
     ctypes.CDLL(None).malloc_trim(0)  # else the allocator serves the call from what it kept
     clear.write_text("5")  # the peak starts anew
-    before = _status_bytes("VmRSS")
+    before = resident_bytes("VmRSS")
     result = call()
-    peak = _status_bytes("VmHWM")
+    peak = resident_bytes("VmHWM")
     del result
     return max(0, peak - before)
-
-
-def _status_bytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise LookupError(f"/proc/self/status has no {field}")
 
 
 def measure(values: Tensor, bits: int, seconds: float) -> Row:

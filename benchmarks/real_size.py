@@ -41,7 +41,7 @@ from benchmarks.codec_times import steps
 from benchmarks.memory import in_fresh_process
 from benchmarks.report import Column, Report, parser
 from dilocox.peer.memory_and_disk import proportional_bytes
-from tests.docker.prometheus import free_ports
+from tests.ports import free_ports
 from tests.swarm.harness import Peer, ProcessSwarm
 from tests.swarm.small_run import USUAL_DEADLINES, fixed_steps, run_manifest
 

@@ -127,9 +127,7 @@ class Hostile:
         """A1: claims the newest record of the others and gives it as it is, with weights of its own
         for what it makes of those before.
         """
-        own = {key.peer_id for key in self.keys}
-        told = self.place.swarm.read(claim_key(self.place.run, 0), ClaimRecord) or {}
-        newest = max((each for peer, each in told.items() if peer not in own), key=_round)
+        newest = self._newest_claim()
         if newest.digest not in self._served:
             fetched = asyncio.run(self._fetched(newest.digest))
             anchor = torch.randn(stage_layout(self.place.manifest, 0).numel)
@@ -156,9 +154,7 @@ class Hostile:
 
     def echoes(self) -> dict[str, Any]:
         """A4, A8: what the others claim, with numbers of its own; it gives nothing of it."""
-        own = {key.peer_id for key in self.keys}
-        told = self.place.swarm.read(claim_key(self.place.run, 0), ClaimRecord) or {}
-        newest = max((each for peer, each in told.items() if peer not in own), key=_round)
+        newest = self._newest_claim()
         claim = replace(newest, round=2**53, chain_tokens=2**53, record_bytes=2**53)
         self._tell(claim_key(self.place.run, 0), claim)
         return {"digest": claim.digest}
@@ -280,6 +276,12 @@ class Hostile:
             validator=RunRecordValidator(self.place.run, identity),
             clock=RunClock(),
         )
+
+    def _newest_claim(self) -> ClaimRecord:
+        """The newest one of the others."""
+        own = {key.peer_id for key in self.keys}
+        told = self.place.swarm.read(claim_key(self.place.run, 0), ClaimRecord) or {}
+        return max((each for peer, each in told.items() if peer not in own), key=_round)
 
     def _newest(self) -> tuple[StageAnchor, RoundRecord]:
         """The anchor of the newest record, and the record."""

@@ -23,7 +23,7 @@ from tests.attacks.honest import (
     rounds_in,
     swarm_of_three,
 )
-from tests.docker.prometheus import free_ports
+from tests.ports import free_port
 from tests.swarm.conftest import StartSwarm
 from tests.swarm.harness import ProcessSwarm
 from tests.swarm.processes import family
@@ -83,7 +83,7 @@ def flood(swarm: ProcessSwarm, seed: int) -> tuple[dict[str, Any], dict[str, flo
 def test_a_flood_of_nonsense_ends_nobody_and_stays_in_nobodys_memory(
     start_swarm: StartSwarm,
 ) -> None:
-    (port,) = free_ports(1)
+    port = free_port()
     swarm = swarm_of_three(start_swarm, "--metrics-port", str(port))
     honest = rounds_in(swarm, HONEST_S)
     held = [memory_mb(swarm)]

@@ -8,11 +8,9 @@ import torch
 
 from dilocox.compression import group_quantization
 from dilocox.compression.group_quantization import GroupCodec, NotEncodable
+from tests.compression.bits import ALL, CODED, SCALED
 
 LIMITS = {4: 7, 8: 127, 16: 32767}
-CODED = pytest.mark.parametrize("bits", [4, 8, 16])
-SCALED = pytest.mark.parametrize("bits", [2, 4, 8, 16])
-ALL = pytest.mark.parametrize("bits", [2, 4, 8, 16, 32])
 
 
 def test_a_part_of_4_bits_has_the_documented_bytes():

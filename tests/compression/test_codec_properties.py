@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dilocox.compression.group_quantization import GroupCodec
+from tests.compression.bits import ALL, CODED, assert_flushing_changes_nothing
 
 LIMITS = {4: 7, 8: 127, 16: 32767}
 WIDE = 2.0**96  # the largest max_factor: lets tests use every magnitude that a codec can know
-CODED = pytest.mark.parametrize("bits", [4, 8, 16])
-ALL = pytest.mark.parametrize("bits", [2, 4, 8, 16, 32])
 EXAMPLES = settings(deadline=None, max_examples=60)
 
 any_values = hnp.arrays(
@@ -190,18 +189,7 @@ def test_raw_fp32_keeps_every_finite_value_to_the_bit(values: NDArray[np.float32
 @given(values=some_values)
 @settings(EXAMPLES, max_examples=30)
 def test_bytes_do_not_depend_on_flushing_subnormals(bits: int, values: NDArray[np.float32]):
-    codec = GroupCodec(bits, WIDE)
-    payload = codec.encode(torch.from_numpy(values))
-    decoded = codec.decode(payload, len(values))
-    if not torch.set_flush_denormal(True):
-        pytest.skip("this processor cannot flush subnormals")
-    try:
-        flushed = codec.encode(torch.from_numpy(values))
-        flushed_decoded = codec.decode(payload, len(values))
-    finally:
-        torch.set_flush_denormal(False)
-    assert torch.equal(flushed, payload)
-    assert torch.equal(flushed_decoded, decoded)
+    assert_flushing_changes_nothing(GroupCodec(bits, WIDE), values)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

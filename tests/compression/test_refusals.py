@@ -11,13 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dilocox.compression.group_quantization import GroupCodec, NotEncodable, PayloadRefused
+from tests.compression.bits import ALL, CODED, SCALED
 
 LIMITS = {2: 7, 4: 7, 8: 127, 16: 32767}  # times the factor: what decoding gives at most
 NUMEL = 100  # two groups, the second one with 28 values of padding
 SCALES, CODES = 8, 12  # where scales and codes begin
-CODED = pytest.mark.parametrize("bits", [4, 8, 16])
-SCALED = pytest.mark.parametrize("bits", [2, 4, 8, 16])
-ALL = pytest.mark.parametrize("bits", [2, 4, 8, 16, 32])
 
 
 def valid(bits: int) -> bytearray:

@@ -12,9 +12,9 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dilocox.compression import group_quantization
 from dilocox.compression.group_quantization import GroupCodec, NotEncodable, PayloadRefused
 from dilocox.compression.workers import PIECE, Workers
+from tests.compression.bits import assert_flushing_changes_nothing
 
 GROUP = 256
 CODEC = GroupCodec(2)
@@ -175,7 +175,7 @@ def test_with_the_residual_carried_on_what_arrives_is_what_was_meant():
     assert float((arrived / 50 - values).norm() / values.norm()) < 0.06
 
 
-def test_bytes_do_not_depend_on_blocks_or_threads(monkeypatch: pytest.MonkeyPatch):
+def test_bytes_do_not_depend_on_pieces_or_threads():
     draw = torch.Generator().manual_seed(7)
     values = torch.randn(2 * PIECE + 333, generator=draw)
     payload = CODEC.encode(values)
@@ -183,27 +183,12 @@ def test_bytes_do_not_depend_on_blocks_or_threads(monkeypatch: pytest.MonkeyPatc
     several = GroupCodec(2, workers=Workers(3))
     assert torch.equal(several.encode(values), payload)
     assert torch.equal(several.decode(payload, values.numel()), decoded)
-    monkeypatch.setattr(group_quantization, "CPU_BLOCK", 3 * GROUP)
-    assert torch.equal(CODEC.encode(values[:100_001]), CODEC.encode(values[:100_001].clone()))
-    small = CODEC.encode(values[:100_001])
-    monkeypatch.undo()
-    assert torch.equal(CODEC.encode(values[:100_001]), small)
 
 
 @given(values=some_values)
 @settings(EXAMPLES, max_examples=30)
 def test_bytes_do_not_depend_on_flushing_subnormals(values: NDArray[np.float32]):
-    payload = CODEC.encode(torch.from_numpy(values))
-    decoded = CODEC.decode(payload, len(values))
-    if not torch.set_flush_denormal(True):
-        pytest.skip("this processor cannot flush subnormals")
-    try:
-        flushed = CODEC.encode(torch.from_numpy(values))
-        flushed_decoded = CODEC.decode(payload, len(values))
-    finally:
-        torch.set_flush_denormal(False)
-    assert torch.equal(flushed, payload)
-    assert torch.equal(flushed_decoded, decoded)
+    assert_flushing_changes_nothing(CODEC, values)
 
 
 def test_pieces_of_several_parts_are_those_of_each():

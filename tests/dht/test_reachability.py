@@ -40,6 +40,7 @@ from dilocox.dht.reachability import (
 )
 from dilocox.dht.rpc import answer_of, request_of
 from tests.dht.processes import handles
+from tests.ports import free_port
 
 LIMIT_S = 5.0
 SEEN = frozenset({"198.51.100.7"})
@@ -104,12 +105,6 @@ def dialled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ips
 
 
-def unused_port() -> int:
-    with socket.socket() as trial:
-        trial.bind(("127.0.0.1", 0))
-        return trial.getsockname()[1]
-
-
 def test_a_peer_that_others_reach_is_public_at_that_address(run: Run) -> None:
     async def scene(peers: list[P2P]) -> None:
         await serve(peers[0])
@@ -126,7 +121,7 @@ def test_a_peer_that_others_reach_is_public_at_that_address(run: Run) -> None:
 def test_a_peer_at_whose_addresses_nobody_answers_only_dials_out(run: Run) -> None:
     async def scene(peers: list[P2P]) -> None:
         await serve(peers[0])
-        wrong = [f"/ip4/127.0.0.1/tcp/{unused_port()}"]
+        wrong = [f"/ip4/127.0.0.1/tcp/{free_port()}"]
         # the connection that it has opened itself does not count
         reach = await find_reach(peers[1], [peers[0].peer_id], wrong, limit_s=LIMIT_S)
         assert (reach.kind, reach.addresses, reach.asked) == ("dial_out", (), 2)  # it tried twice

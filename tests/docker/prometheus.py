@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import socket
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -17,6 +16,7 @@ import yaml
 
 from dilocox.peer.os_process import start_process
 from tests.docker.exported import DOCKER
+from tests.ports import free_port
 
 ANSWER_LIMIT_S = 10.0
 LEAVE_LIMIT_S = 20.0
@@ -37,7 +37,7 @@ class RunningPrometheus:
         self.folder = folder
         shutil.copytree(DOCKER / "prometheus", folder, dirs_exist_ok=True)
         self._adapt(monitor, {"bootstraps": bootstraps, "peers": peers})
-        port = _free_port()
+        port = free_port()
         self._url = f"http://127.0.0.1:{port}/api/v1/"
         self._child = start_process(
             [
@@ -109,16 +109,3 @@ class RunningPrometheus:
                 return json.load(answer)["data"]
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{arguments}: {error.read().decode()}") from error
-
-
-def free_ports(count: int) -> list[int]:
-    """So many different ports that nobody listens on."""
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(each.getsockname()[1]) for each in held]
-    for each in held:
-        each.close()
-    return ports
-
-
-def _free_port() -> int:
-    return free_ports(1)[0]

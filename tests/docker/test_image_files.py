@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
+
 DOCKER = Path(__file__).parents[2] / "docker"
 
 
@@ -51,12 +53,6 @@ def health(*arguments: str, **variables: int) -> tuple[int, str]:
         check=False,
     )
     return done.returncode, done.stdout
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def test_healthy_is_what_healthz_says() -> None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import pytest
 
 from tests.docker.exported import ALERTS, PANELS, RECORDS, VARIABLES
-from tests.docker.prometheus import RunningPrometheus, free_ports
+from tests.docker.prometheus import RunningPrometheus
+from tests.ports import free_ports
 from tests.swarm.harness import ProcessSwarm
 from tests.swarm.monitors import WatchingMonitor
 from tests.swarm.small_run import run_manifest

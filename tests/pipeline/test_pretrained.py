@@ -19,6 +19,7 @@ from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.pipeline.pretrained import Checkpoint, described_by
 from dilocox.pipeline.stage import build_stage, flatten_parameters, parameter_shapes
 from tests.pipeline.conftest import FAMILIES
+from tests.pipeline.gradients import assert_gradients_equal
 from tests.sweeps import sweep
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -75,12 +76,7 @@ def test_one_stage_keeps_tied_embeddings_tied_and_computes_what_transformers_doe
     assert torch.equal(ours, theirs)
     ours.square().mean().backward()
     theirs.square().mean().backward()
-    gradients = {name: each.grad for name, each in stage.named_parameters()}
-    assert gradients.keys() == dict(plain.named_parameters()).keys()
-    for name, each in plain.named_parameters():
-        ours_grad, theirs_grad = gradients[name], each.grad
-        assert ours_grad is not None and theirs_grad is not None, name
-        assert torch.equal(ours_grad, theirs_grad), name
+    assert_gradients_equal([stage], plain)
 
 
 def test_values_of_16_bits_become_fp32_as_they_are(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from dilocox.pipeline.stage import (
     parameter_shapes,
 )
 from tests.pipeline.conftest import one_stage_config
+from tests.pipeline.gradients import assert_gradients_equal
 from tests.sweeps import sweep
 
 Config = dict[str, Any]
@@ -91,12 +92,7 @@ def assert_equals_the_whole_model(family_config: Config, num_stages: int) -> Non
     expected = loss_of(whole(input_ids=ids, use_cache=False).logits, targets)
     expected.backward()
     assert torch.equal(train_chain(stages, ids, targets), expected)
-    gradients = {name: p.grad for stage in stages for name, p in stage.named_parameters()}
-    assert gradients.keys() == dict(whole.named_parameters()).keys()
-    for name, parameter in whole.named_parameters():
-        ours, theirs = gradients[name], parameter.grad
-        assert ours is not None and theirs is not None, name
-        assert torch.equal(ours, theirs), name
+    assert_gradients_equal(stages, whole)
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])

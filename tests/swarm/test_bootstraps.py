@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.docker.prometheus import free_ports
 from tests.peer.real_commands import Command
+from tests.ports import free_ports
 from tests.swarm.conftest import StartSwarm
 from tests.swarm.monitors import series_of
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.docker.prometheus import free_ports
 from tests.peer.real_commands import Command
+from tests.ports import free_port
 from tests.swarm.harness import ProcessSwarm
 from tests.swarm.monitors import start_bootstrap
 from tests.swarm.nat import Homes, available
@@ -32,7 +32,7 @@ def test_the_doctor_names_the_stage_that_lacks_a_peer_and_what_is_wrong(
 ) -> None:
     bootstrap, invite = start_bootstrap(tmp_path, stages=2)
     ended.callback(bootstrap.close)
-    (port,) = free_ports(1)
+    port = free_port()
     own = ("--state", "peer", "--port", str(port))
     peer = _command(ended, "peer", invite, tmp_path, "--stage", "0", *own)
     peer.wait_for("stage 0 of 2")

@@ -99,6 +99,13 @@ class World:
         self.see_nobody()
         self.driver.tick(self.view, meets_at=self.meets_at.get, search_s=0.5)
 
+    def void(self) -> None:
+        """One attempt that nobody comes to."""
+        self.answer = Future()
+        self.answer.set_exception(TooFew("1 member"))
+        self.submit()
+        self.tick_for(3 * TICK_S)
+
     def tick_for(self, seconds: float) -> None:
         for _ in range(int(seconds / TICK_S)):
             self.tick()
@@ -243,10 +250,7 @@ def test_where_all_are_new_nobody_is_waited_for_for_ever() -> None:
     world.chain.last_record = last_record("gone", credited=9)
     assert world.driver.rivals(WITH_ANOTHER) == {"other"}
     for _ in range(2):
-        world.answer = Future()
-        world.answer.set_exception(TooFew("1 member"))
-        world.submit()
-        world.tick_for(3 * TICK_S)
+        world.void()
     assert world.driver.rivals(WITH_ANOTHER) == frozenset()
     world.chain.last_record = last_record(me, "other", credited=9)
     assert world.driver.rivals(WITH_ANOTHER) == {"other"}, "it is no stranger"
@@ -276,19 +280,13 @@ def test_who_went_on_where_nobody_follows_is_not_waited_for_for_ever(
     me = local_peer().me
     world.chain.last_record = last_record(me, "other", credited=9)
 
-    def void(times: int) -> None:
-        for _ in range(times):
-            world.answer = Future()
-            world.answer.set_exception(TooFew("1 member"))
-            world.submit()
-            world.tick_for(3 * TICK_S)
-
     def waits() -> bool:
         world.tick()
         return world.driver.rivals(WITH_ANOTHER) == {"other"}
 
     patience_s = STRAY_LIFETIMES * world.deadlines.record_lifetime_s + more_s
-    void(STUCK_VOIDS)
+    for _ in range(STUCK_VOIDS):
+        world.void()
     world.clock.now += 2 * patience_s
     world.chain.strays = lambda view: {"other": known}
     assert waits(), "it was not seen to have strayed before"
@@ -297,7 +295,7 @@ def test_who_went_on_where_nobody_follows_is_not_waited_for_for_ever(
     world.clock.now += TICK_S
     assert not waits()
     world.tick_for(world.deadlines.record_lifetime_s + 1.0)
-    void(1)
+    world.void()
     assert world.orders[-1].counted == (me,)
     world.chain.strays = lambda view: {}
     assert waits()
@@ -313,10 +311,7 @@ def test_a_peer_is_stuck_once_three_sends_came_to_nothing_on_one_record() -> Non
     world = World()
 
     def void_one() -> bool:
-        world.answer = Future()
-        world.answer.set_exception(TooFew("1 member"))
-        world.submit()
-        world.tick_for(3 * TICK_S)
+        world.void()
         return world.driver.stuck
 
     assert [void_one() for _ in range(4)] == [False, False, True, True]

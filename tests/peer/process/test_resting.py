@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import threading
 import time
 import urllib.request
@@ -35,6 +34,7 @@ from tests.dht.processes import wait_until
 from tests.peer.fabricated import NOBODYS_INVITE, RUN
 from tests.peer.real_commands import Command
 from tests.peer.shown_metrics import Shown
+from tests.ports import free_port
 
 
 @pytest.fixture
@@ -175,8 +175,7 @@ def test_the_figures_have_the_names_and_labels_of_a_peer_that_trains(state: Path
 def test_a_paused_peer_starts_nothing_goes_on_from_its_page_and_leaves_on_a_signal(
     state: Path,
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     StateFolder(state).pause(True)
     arguments = ("peer", NOBODYS_INVITE, "--state", str(state), "--metrics-port", str(port))
     command = Command(*arguments, folder=state)

@@ -373,28 +373,16 @@ def test_the_repeated_attempt_leaves_out_whom_the_signed_aborts_blame(
     identities: list[Identity], tmp_path: Path
 ) -> None:
     names, first, second = blaming(identities, tmp_path)
-    plan = replace(PLAN, attempt=1)
-    order = order_of(plan=plan, counted=tuple(names))
-    tickets = dict.fromkeys(names, order.ticket())
-    for name, abort in ((names[0], first), (names[1], second)):
-        tickets[name] = replace(order.ticket(), abort=abort)
-    agreed = attempt_setup(order, MANIFEST, CODEC, names[1], tickets, group=b"g")
-    assert [member.peer for member in agreed.members] == names[:2]
-    with pytest.raises(GroupRefused, match="leave this peer out"):
-        attempt_setup(order, MANIFEST, CODEC, names[2], tickets, group=b"g")
-
-
-def test_the_record_of_a_repeated_attempt_remembers_whom_it_left_out(
-    identities: list[Identity], tmp_path: Path
-) -> None:
-    names, first, second = blaming(identities, tmp_path)
     plan, last = replace(PLAN, attempt=1), template()
     order = order_of(plan=plan, counted=tuple(names), last=last)
     tickets = dict.fromkeys(names, order.ticket())
     for name, abort in ((names[0], first), (names[1], second)):
         tickets[name] = replace(order.ticket(), abort=abort)
     agreed = attempt_setup(order, MANIFEST, CODEC, names[1], tickets, group=b"g")
-    assert agreed.excluded == (names[2],)
+    assert [member.peer for member in agreed.members] == names[:2]
+    assert agreed.excluded == (names[2],), "the record remembers it"
+    with pytest.raises(GroupRefused, match="leave this peer out"):
+        attempt_setup(order, MANIFEST, CODEC, names[2], tickets, group=b"g")
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -253,13 +253,16 @@ def _unequal(swarm: ProcessSwarm, stage: int, present: list[Peer]) -> list[str]:
     """Whether those of a stage keep one chain, in which nothing counts that was not learnt."""
     flaws: list[str] = []
     kept: dict[int, dict[str, RoundRecord]] = {}
+    holders: dict[str, list[str]] = {}
     for peer in present:
         for entry in swarm.round_log(peer).entries():
             if (record := entry.header()) is not None:  # else it was pruned meanwhile
                 kept.setdefault(record.round, {})[entry.digest] = record
+                holders.setdefault(entry.digest, []).append(peer.name)
     for number, records in sorted(kept.items()):
         if len(records) > 1:
-            flaws.append(f"stage {stage}, round {number}: {len(records)} records are kept")
+            who = [holders[digest] for digest in records]
+            flaws.append(f"stage {stage}, round {number}: {who} keep one record each")
     swarm.look()  # after that of the logs: what is in a record was told before
     told: dict[tuple[str, int], set[int]] = {}
     for peer in swarm.of_stage(stage):
@@ -275,9 +278,12 @@ def _unequal(swarm: ProcessSwarm, stage: int, present: list[Peer]) -> list[str]:
             learnt = {min(each, believed) for each in told.get((member.peer, number), ())}
             if member.peer in counted and member.tokens not in learnt:
                 flaws.append(f"stage {stage}, round {number}: {member.tokens} tokens of nobody")
-        before = chain.get(number - 1)
-        if before and record.chain_tokens != before.chain_tokens + record.tokens:
-            flaws.append(f"stage {stage}, round {number}: the chain's tokens do not add up")
+    for last, following in itertools.pairwise(sorted(kept)):
+        if {record.previous for record in kept[following].values()} != kept[last].keys():
+            who = [holders[digest] for number in (last, following) for digest in kept[number]]
+            flaws.append(f"stage {stage}: round {following} does not follow round {last}; {who}")
+        elif chain[following].chain_tokens != chain[last].chain_tokens + chain[following].tokens:
+            flaws.append(f"stage {stage}, round {following}: the chain's tokens do not add up")
     return flaws if chain else [f"stage {stage}: nobody keeps a record"]
 
 

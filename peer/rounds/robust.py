@@ -27,10 +27,9 @@ one member, and one of any length would leave nothing that could be encoded.
 
 With `gate` and `centered` the members judge the reducers, too (`not_of_ours`): a mean that holds
 one's own values lies along them, at least as other reducers' means usually do, and is not much
-longer beside them than these. A member
-that finds one which does not votes against the record and names its reducer; where half of its
-voters do, the attempt is repeated without it. What a reducer adds that is no longer than the mean
-itself is not found.
+longer beside them than these. A member that finds one which does not votes against the record and
+names its reducer; where half of its voters do, the attempt is repeated without it. What a reducer
+adds that is no longer than the mean itself is not found.
 """
 
 from __future__ import annotations
@@ -174,9 +173,8 @@ def median_of(values: Tensor) -> Tensor:
     """Of each coordinate of a piece [m, n], fp32 [n]: of an even count the middle of the two, or it
     leans one way.
     """
-    ranked = values.double().sort(dim=0).values
-    count = len(values)
-    return ((ranked[(count - 1) // 2] + ranked[count // 2]) / 2).float()
+    ranked, count = values.sort(dim=0).values, len(values)
+    return ((ranked[(count - 1) // 2].double() + ranked[count // 2].double()) / 2).float()
 
 
 def products_of(values: Tensor, middle: Tensor) -> Tensor:

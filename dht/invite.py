@@ -11,6 +11,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from base58 import b58decode
+
 from dilocox.dht.errors import InvalidInput
 
 SCHEME = "dilocox:"
@@ -18,9 +20,8 @@ RUN_ID = re.compile(r"[0-9a-f]{32}")
 EXAMPLE = "dilocox:<32 hex digits>@/ip4/203.0.113.7/tcp/31337/p2p/12D3Koo..."
 MAX_BOOTSTRAPS = 16
 
-# How libp2p writes a peer id, and how the bytes of one begin.
-BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
-PEER_ID_START = b"\x00\x24\x08\x01\x12\x20"  # of an Ed25519 key, which follows
+# How the bytes of a libp2p peer id begin; an Ed25519 key of 32 follows.
+PEER_ID_START = b"\x00\x24\x08\x01\x12\x20"
 
 _HOST = r"/(?P<kind>ip4|ip6|dns|dns4|dns6)/(?P<host>[A-Za-z0-9.:_%-]{1,255})"
 _LISTEN = re.compile(_HOST + r"/tcp/(?P<port>[0-9]{1,5})")
@@ -117,17 +118,9 @@ def listen_address(address: str) -> TcpAddress:
     return _parse(_LISTEN, address, "/ip4/203.0.113.7/tcp/31337")
 
 
-def base58_number(text: str) -> int:
-    """What these letters of BASE58 stand for; ValueError for others."""
-    number = 0
-    for letter in text:
-        number = 58 * number + BASE58.index(letter)
-    return number
-
-
 def _is_peer_id(text: str) -> bool:
     """Whether base58 of this length holds an Ed25519 key; most mistyped ones do, too."""
-    return base58_number(text) >> 256 == int.from_bytes(PEER_ID_START, "big")
+    return b58decode(text).startswith(PEER_ID_START)
 
 
 def _parse(pattern: re.Pattern[str], address: str, example: str) -> TcpAddress:

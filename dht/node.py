@@ -448,14 +448,11 @@ class RunDHT(DHT):
         if not self.bootstraps:
             return True
         with contextlib.suppress(NoAnswer):
-            return bool(self._who_answers(timeout_s, one=True))
+            return bool(self.answering_bootstraps(timeout_s, one=True))
         return False
 
-    def answering_bootstraps(self, timeout_s: float) -> frozenset[str]:
-        """Peer ids of the bootstraps that answer a ping. Raises `NoAnswer`."""
-        return self._who_answers(timeout_s)
-
-    def _who_answers(self, timeout_s: float, *, one: bool = False) -> frozenset[str]:
+    def answering_bootstraps(self, timeout_s: float, *, one: bool = False) -> frozenset[str]:
+        """Peer ids of the bootstraps that answer a ping; one: of the first. Raises `NoAnswer`."""
         peers = tuple(self.bootstraps)
         return self._ask(who_answers, timeout_s + 1.0, peers=peers, timeout_s=timeout_s, one=one)
 

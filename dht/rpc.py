@@ -330,12 +330,6 @@ class Client:
                     since, before = time.monotonic(), taken
             return Blob(facts=facts, data=b"".join(chunks))
 
-    async def fetch_record(self, peer: str, digest: str) -> bytes | None:
-        """Ask a member for a round record."""
-        want = {"what": "record", "digest": digest}
-        blob = await self.fetch(peer, want, limit_bytes=self.record_bytes)
-        return None if blob is None else blob.data
-
 
 class LoopThread:
     """A thread with an event loop, and perhaps a handle of its own to this node's p2pd.

@@ -86,7 +86,6 @@ class Broken:
     """
 
     key: LinkKey
-    peer: str
     kind: BrokenKind
     after_s: float
 

@@ -234,7 +234,7 @@ class Network:
             if self._links.get(link.key) is link:
                 del self._links[link.key]
         if kind is not None:
-            broken = Broken(link.key, link.peer, kind, link.unheard_s)
+            broken = Broken(link.key, kind, link.unheard_s)
             self.inbox.put(broken, link.backlog)
 
     async def _dial(self, link: Link, hello: Frame) -> Stream:

@@ -121,16 +121,6 @@ class Ballot:
         signature = identity.sign(signed_bytes(self.facts, self.members_sha256, vote))
         return SignedVote(vote=vote, public_key=identity.public_key, signature=signature)
 
-    def accept(self, data: bytes) -> SignedVote:
-        """Read a vote that arrived.
-
-        Raises:
-            VoteRefused: malformed, no member's, of another attempt, or not signed by its voter.
-        """
-        signed = _read_vote(data)
-        self.check(signed)
-        return signed
-
     def check(self, signed: SignedVote) -> None:
         """Raise VoteRefused unless this is a well-formed vote of this attempt by its voter."""
         self._check_choice(signed.vote)
@@ -288,7 +278,7 @@ def _read_abort(data: bytes, of_round: list[object]) -> Vote:
 def certificate(ballot: Ballot, votes: Iterable[SignedVote], digest: str) -> bytes:
     """The proof that a digest was committed; ValueError where these votes do not commit it.
 
-    The votes are those that `Ballot.accept` took, and one's own.
+    The votes are those that `Ballots.receive` took, and one's own.
     """
     held = list(votes)
     plain = [signed.vote for signed in held]

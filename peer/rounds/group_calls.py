@@ -47,7 +47,9 @@ class GroupCalls:
         return mean_from(self._members, part, blob.facts, blob.data)
 
     async def fetch_record(self, peer: str, digest: str) -> bytes | None:
-        return await self._client.fetch_record(peer, digest)
+        want = {"what": "record", "digest": digest}
+        blob = await self._client.fetch(peer, want, limit_bytes=self._client.record_bytes)
+        return None if blob is None else blob.data
 
     async def send_votes(self, peer: str, votes: Sequence[bytes]) -> None:
         tensors = [runtime_pb2.Tensor(buffer=vote) for vote in votes]

@@ -4,7 +4,7 @@ decided for the whole replica.
 A stage accumulates gradients, reports their squared norm, and steps when it is told the clip
 factor and the learning rate. What is not finite never reaches the weights: a loss or a norm that is
 infinite or not a number makes the clip factor not a number, and with such a factor every stage
-drops its gradients, counts a skipped step, and leaves weights and moments be.
+drops its gradients, and leaves weights and moments be.
 
 fp16 scales the loss (`torch.amp.GradScaler`) so that small gradients survive; they are unscaled
 before anything looks at them. Every peer of such a run has a scale, also those that compute in
@@ -243,7 +243,6 @@ class InnerOptimizer:
 
     Attributes:
         steps: inner steps taken.
-        skipped: inner steps skipped because something was not finite.
 
     Raises:
         InvalidInput: the manifest's optimizer is one that this torch has not.
@@ -264,7 +263,6 @@ class InnerOptimizer:
         self.device = named[0][1].device
         self.precision = precision or usable_precision(spec.precision, self.device)
         self.steps = 0
-        self.skipped = 0
         self._parameters = [parameter for _, parameter in named]
         self._parts = inner_parts(named, spec)
         self._scaler: torch.amp.GradScaler | None = None
@@ -333,7 +331,6 @@ class InnerOptimizer:
             self._step(factor, min(learning_rate, self.spec.learning_rate))
             self.steps += 1
         else:
-            self.skipped += 1
             self._back_off()
         self._clear()
         return taken
@@ -354,7 +351,7 @@ class InnerOptimizer:
         """Return the state; its tensors are the live ones, which the next step changes."""
         tensors = {name: tensor for part in self._parts for name, tensor in part.tensors().items()}
         scaler = None if self._scaler is None else self._scaler.state_dict()
-        values = {"steps": self.steps, "skipped": self.skipped, "scaler": scaler}
+        values = {"steps": self.steps, "scaler": scaler}
         return InnerState(tensors=tensors, values=values)
 
     def load_state_dict(self, state: InnerState) -> None:
@@ -372,7 +369,7 @@ class InnerOptimizer:
                 )
         for part in self._parts:
             part.load(state.tensors)
-        self.steps, self.skipped = int(state.values["steps"]), int(state.values["skipped"])
+        self.steps = int(state.values["steps"])
         if self._scaler is not None and state.values["scaler"] is not None:
             self._scaler.load_state_dict(state.values["scaler"])
             self._loss_scale = None

@@ -14,6 +14,7 @@ heads, other members and spares; how inner steps are made is their role's (roles
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -33,7 +34,7 @@ from dilocox.peer.training.inner_optimizer import InnerOptimizer
 from dilocox.peer.training.merge import Merge, Outcome, RecordFacts, Remainder
 from dilocox.peer.training.report import LoopMeter
 from dilocox.peer.training.snapshot_taking import Snapshots
-from dilocox.peer.training.unsent_progress import exchanged, fingerprint, norm
+from dilocox.peer.training.unsent_progress import exchanged, norm
 from dilocox.pipeline.messages import Stepped
 from dilocox.pipeline.stage import StageModule
 
@@ -185,7 +186,7 @@ class Learner:
         if not stepped.skipped:
             self._merge.trained(tokens)
             self._started_over = False
-        elif fingerprint(self._merge.progress.live) is None:
+        elif not math.isfinite(norm(self._merge.progress.live)):
             self._start_over()  # no inner step would be taken any more
         self.snapshot_if_due()
         self.publish()
@@ -284,14 +285,14 @@ class Learner:
         """
         self._snapshots.interrupt()
         send = self._merge.send(round_number)
-        message = fingerprint(send.message)
-        self._sent = {} if message is None else {round_number: message.norm}
-        if message is None:
+        length = norm(send.message)
+        self._sent = {round_number: length}
+        if not math.isfinite(length):
             self._merge.void(round_number, certain=True)
             self._start_over()
             self._coordinator.skip(round_number)
             return
-        self._snapshots.sending(self._merge, round_number, send, message.sha256)
+        self._snapshots.sending(self._merge, round_number, send)
         self._coordinator.submit(
             round_number,
             SendFacts(tokens=send.tokens, step_s=self._step_s, stall_s=self._meter.stall_s),

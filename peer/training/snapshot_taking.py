@@ -88,18 +88,14 @@ class Snapshots:
         self.data: dict[str, Any] = found.facts["data"] if found else data_position(aside)
         self.sent_since: tuple[JournaledSend, ...] = self._journal.since(self._number)
 
-    def sending(self, merge: Merge, round_number: int, send: Send, message: str) -> None:
-        """Write down that this send is about to leave; EnvironmentFault if the disk is full.
-
-        message: its `fingerprint`.
-        """
+    def sending(self, merge: Merge, round_number: int, send: Send) -> None:
+        """Write down that this send is about to leave; EnvironmentFault if the disk is full."""
         self._journal.note(
             JournaledSend(
                 after=self._number,
                 round=round_number,
                 tokens=send.tokens,
                 trained=merge.trained_tokens,
-                message=message,
             )
         )
 
@@ -326,14 +322,12 @@ class JournaledSend:
     after: the number of the snapshot that stood then, -1 for none.
     tokens: behind the send.
     trained: all tokens that this state was trained on by then.
-    message: `fingerprint` of what was sent, for people who look for it.
     """
 
     after: int
     round: int
     tokens: int
     trained: int
-    message: str
 
 
 class Journal:
@@ -366,7 +360,7 @@ class Journal:
     def since(self, number: int) -> tuple[JournaledSend, ...]:
         """The sends that the snapshot of this number does not know of, the oldest first."""
         if not self._readable:
-            return (JournaledSend(after=number, round=-1, tokens=0, trained=0, message=""),)
+            return (JournaledSend(after=number, round=-1, tokens=0, trained=0),)
         return tuple(send for send in self._sends if send.after >= number)
 
     def note(self, send: JournaledSend) -> None:

@@ -89,7 +89,7 @@ class TestLinks:
         alone.take_up(epoch=2)
         for side in ("upper", "lower"):
             key = alone.key(side, epoch=1)
-            for message in (Opened(key), Broken(key, "p0", "closed", 0.0)):
+            for message in (Opened(key), Broken(key, "closed", 0.0)):
                 assert alone.member.handle(message) is None
             assert alone.member.handle(Arrived(key, Frame(kind="go"))) is None
         assert alone.member.handle(Wake()) is None
@@ -101,14 +101,14 @@ class TestFaults:
     def test_a_link_that_breaks_below_is_told_above(self) -> None:
         alone = Alone()
         alone.take_up()
-        fault = alone.member.handle(Broken(alone.key("lower"), "p2", "silent", 5.0))
+        fault = alone.member.handle(Broken(alone.key("lower"), "silent", 5.0))
         assert fault == Fault(stage=2, seen_by=1, reason="silent", after_s=5.0)
         [(side, frame)] = alone.sent
         assert (side, frame.kind) == ("upper", "fault")
         assert Fault.from_facts(frame.facts, 3) == fault
 
     def test_one_that_breaks_above_cannot_be(self, alone: Alone) -> None:
-        fault = alone.member.handle(Broken(alone.key("upper"), "p0", "closed", 1.0))
+        fault = alone.member.handle(Broken(alone.key("upper"), "closed", 1.0))
         assert fault == Fault(stage=0, seen_by=1, reason="closed", after_s=1.0)
         assert not alone.sent
 

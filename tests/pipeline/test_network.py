@@ -124,7 +124,7 @@ def test_link_that_nobody_takes_up_is_missing_on_either_side(nodes: list[Node]) 
     with running(upper, lower, third):
         key = upper.dial(lower.id, "lower")
         broken = upper.next(Broken)
-        assert (broken.key, broken.peer, broken.kind) == (key, lower.id, "missing")
+        assert (broken.key, broken.kind) == (key, "missing")
         assert 0.9 < broken.after_s < 1.6
         lower.expect(third.id, "upper")  # another than the one who dials
         upper.dial(lower.id, "lower")
@@ -273,7 +273,7 @@ def test_frame_that_cannot_be_breaks_its_link(
     keys = link(upper, lower)
     upper.network.send(keys[0], frame)
     broken = lower.next(Broken)
-    assert (broken.key, broken.peer, broken.kind) == (keys[1], upper.id, "refused")
+    assert (broken.key, broken.kind) == (keys[1], "refused")
     assert lower.network.refused == {kind: 1}
     assert upper.next(Broken).kind == "closed"
 

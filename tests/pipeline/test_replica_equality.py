@@ -138,7 +138,7 @@ class TestNotFinite:
         assert all(torch.equal(a, b) for a, b in zip(before, weights(swarm), strict=True))
         for peer, tensors in zip(swarm.alive, kept, strict=True):
             state = peer.optimizer.state_dict()
-            assert state.values["skipped"] == 1
+            assert state.values["steps"] == 1
             assert all(torch.equal(state.tensors[name], tensors[name]) for name in tensors)
         swarm.leader.step(third)
         swarm.settle()

@@ -165,7 +165,7 @@ class Wires:
         """This end finds the link broken, and closes it for the other."""
         if end.box.ends.get(end.key) is end:
             del end.box.ends[end.key]
-            end.box.inbox.put(Broken(end.key, end.peer, kind, after_s))
+            end.box.inbox.put(Broken(end.key, kind, after_s))
         end.sent.clear()
         self.close(end)
 

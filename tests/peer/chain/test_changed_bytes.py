@@ -95,7 +95,7 @@ def test_a_journal_with_a_changed_byte_counts_as_a_send(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "journal"
-    Journal(path).note(JournaledSend(after=1, round=7, tokens=64, trained=128, message="ab" * 8))
+    Journal(path).note(JournaledSend(after=1, round=7, tokens=64, trained=128))
     assert [each.round for each in Journal(path).since(1)] == [7]
     newline = len(path.read_bytes()) - 1
     for place in changed(path):

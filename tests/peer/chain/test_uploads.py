@@ -313,7 +313,7 @@ def test_the_asker_hears_that_it_may_ask_another(service: PeerService) -> None:
         record_bytes=len(RECORD),
     )
     with pytest.raises(PeerBusy, match="served at once"):
-        asyncio.run(transport.fetch_record(PEER, WANT["digest"]))
+        asyncio.run(transport.fetch(PEER, WANT, limit_bytes=len(RECORD)))
 
 
 def test_who_made_the_chain_gets_a_place_of_strangers_and_leaves_them_half() -> None:

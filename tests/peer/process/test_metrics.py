@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dilocox.peer.http_pages import Page
 from dilocox.peer.rounds.record import rank_span
-from dilocox.peer.training.unsent_progress import CHUNK_VALUES, fingerprint, norm
+from dilocox.peer.training.unsent_progress import CHUNK_VALUES, norm
 from tests.peer.local_peers import RUN
 from tests.peer.shown_metrics import NUMEL, Shown
 from tests.peer.told_reports import REPORT, STATUS
@@ -226,9 +226,7 @@ def test_health_names_the_parts_of_the_process_that_are_gone(shown: Shown) -> No
 # ---- the figures behind them ---------------------------------------------------------------------
 def test_norms_are_those_of_the_whole_vector_whatever_the_chunks() -> None:
     message = torch.randn(2 * CHUNK_VALUES + 17, generator=torch.Generator().manual_seed(1))
-    whole, mark = pytest.approx(float(message.double().norm()), rel=1e-6), fingerprint(message)
-    assert norm(message) == whole
-    assert mark is not None and mark.norm == whole
+    assert norm(message) == pytest.approx(float(message.double().norm()), rel=1e-6)
 
 
 @pytest.mark.parametrize(

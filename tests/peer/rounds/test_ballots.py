@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from dilocox.peer.rounds.ballots import (
     MAX_VOTE_BYTES,
     Ballot,
+    Ballots,
     SignedVote,
     VoteRefused,
     certificate,
@@ -49,15 +50,21 @@ def packed(fields: object) -> bytes:
     return data
 
 
+def receive(data: bytes, ballot: Ballot = BALLOT) -> Ballots:
+    ballots = Ballots(identity=KEY_OF[Z], ballot=ballot, save_vote=lambda *_: None)
+    ballots.receive(data)
+    return ballots
+
+
 # ---- votes ---------------------------------------------------------------------------------------
 def check_refused(signed: SignedVote, reason: str, ballot: Ballot = BALLOT) -> None:
     with pytest.raises(VoteRefused, match=reason):
-        ballot.accept(signed.to_bytes())
+        receive(signed.to_bytes(), ballot)
 
 
 @pytest.mark.parametrize("signed", [voted(A), voted(B, None), voted(C, None, A, D)])
 def test_honest_votes_pass_unchanged(signed: SignedVote) -> None:
-    assert BALLOT.accept(signed.to_bytes()) == signed
+    assert receive(signed.to_bytes()).voted() == {signed.vote.voter}
 
 
 @pytest.mark.parametrize(
@@ -122,20 +129,20 @@ def test_a_malformed_choice_is_refused_though_well_signed(
 )
 def test_bytes_that_are_no_vote_are_refused(fields: object) -> None:
     with pytest.raises(VoteRefused, match="not a"):
-        BALLOT.accept(packed(fields))
+        receive(packed(fields))
 
 
 @given(data=st.binary(max_size=200))
 def test_no_bytes_raise_anything_but_a_refusal(data: bytes) -> None:
     with pytest.raises(VoteRefused):
-        BALLOT.accept(data)
+        receive(data)
     with pytest.raises(RecordRefused):
         check_certificate(template(), D1, data)
 
 
 def test_an_oversized_vote_is_refused_unread() -> None:
     with pytest.raises(VoteRefused, match="at most"):
-        BALLOT.accept(bytes(MAX_VOTE_BYTES + 1))
+        receive(bytes(MAX_VOTE_BYTES + 1))
 
 
 @pytest.mark.parametrize(

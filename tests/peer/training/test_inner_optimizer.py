@@ -140,7 +140,6 @@ def test_steps_equal_those_of_torch_with_clipping_and_a_gradient_scaler_exactly(
             assert (result.loss, math.sqrt(result.squared_norm)) == (loss, norm)
         else:
             assert optimizer.state_dict().values["scaler"] == scaler.state_dict()
-    assert optimizer.skipped == (precision == "fp16")
 
 
 def test_parameters_that_are_views_of_one_vector_are_stepped_in_place() -> None:
@@ -234,7 +233,7 @@ def test_a_loss_that_is_not_finite_skips_the_step_and_training_goes_on(poison: f
         train_step(undisturbed, other, batch, 1e-2)
     assert result.skipped
     assert not math.isfinite(result.loss)
-    assert (optimizer.steps, optimizer.skipped) == (2, 1)
+    assert optimizer.steps == 2
     assert same(weights(module), weights(undisturbed))
 
 
@@ -341,7 +340,7 @@ def test_dropped_gradients_leave_no_trace(precision: str, normed: bool) -> None:
     assert results[0] == results[1]
     assert same(weights(disturbed), weights(steady))
     assert optimizers[0].state_dict().values == optimizers[1].state_dict().values
-    assert (optimizers[0].steps, optimizers[0].skipped) == (2, 0)
+    assert optimizers[0].steps == 2
 
 
 @pytest.mark.parametrize("run_precision", ["fp32", "bf16"])
@@ -449,7 +448,7 @@ def test_a_run_resumed_from_a_file_equals_one_that_never_stopped(
         train_step(steady, optimizer, batch, 1e-2)
         train_step(resumed, other, batch, 1e-2)
     assert same(weights(steady), weights(resumed))
-    assert (other.steps, other.skipped) == (optimizer.steps, optimizer.skipped) == (6, 0)
+    assert other.steps == optimizer.steps == 6
     assert same(other.state_dict().tensors, optimizer.state_dict().tensors)
     assert other.state_dict().values == optimizer.state_dict().values
     assert same(state.tensors, kept), "a step has changed what the state was loaded from"

@@ -8,19 +8,22 @@ message are computed here rather than by hivemind, whose import takes seconds.
 """
 
 import contextlib
+import errno
 import os
 import stat
 from functools import lru_cache
 from pathlib import Path
 
+from base58 import b58decode, b58encode
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
-from dilocox.dht.invite import BASE58, PEER_ID_START, base58_number
+from dilocox.dht.invite import PEER_ID_START
 
 MAX_FILE_BYTES = 8192
 SEED_BYTES = PUBLIC_KEY_BYTES = 32
+NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS}
 
 # protobuf: field 1 (key type) is Ed25519, field 2 (data) follows: the seed, then the public key.
 _PRIVATE_KEY_MESSAGE = b"\x08\x01\x12\x40"
@@ -96,7 +99,7 @@ def peer_id_of(public_key: bytes) -> str:
 
 @lru_cache(maxsize=4096)
 def _peer_id(public_key: bytes) -> str:
-    return base58_encode(peer_id_bytes_of(public_key))
+    return b58encode(peer_id_bytes_of(public_key)).decode()
 
 
 def peer_id_bytes_of(public_key: bytes) -> bytes:
@@ -108,8 +111,8 @@ def public_key_of(peer_id: str) -> bytes:
     """The public key that a peer id holds; empty, nobody's, where it is none of ours."""
     length = len(PEER_ID_START) + PUBLIC_KEY_BYTES
     try:
-        data = base58_number(peer_id[: 2 * length]).to_bytes(length, "big")
-    except (ValueError, OverflowError):
+        data = b58decode(peer_id[: 2 * length])
+    except ValueError:
         return b""
     public_key = data[len(PEER_ID_START) :]
     return public_key if peer_id_of(public_key) == peer_id else b""
@@ -126,15 +129,6 @@ def verify(public_key: bytes, data: bytes, signature: bytes) -> bool:
     return True
 
 
-def base58_encode(data: bytes) -> str:
-    number = int.from_bytes(data, "big")
-    digits = ""
-    while number:
-        number, digit = divmod(number, 58)
-        digits = BASE58[digit] + digits
-    return "1" * (len(data) - len(data.lstrip(b"\0"))) + digits
-
-
 def _write_new_key(path: Path) -> None:
     key = Ed25519PrivateKey.generate()
     message = _PRIVATE_KEY_MESSAGE + key.private_bytes_raw() + key.public_key().public_bytes_raw()
@@ -149,9 +143,11 @@ def _write_new_key(path: Path) -> None:
         with contextlib.suppress(FileExistsError):
             os.link(draft, path)
     except OSError as error:
+        # FAT, of which a memory stick has one, knows neither links nor who may read a file
+        no_links = error.errno in NO_LINKS
+        where = "on a disk that keeps permissions" if no_links else "that this user can write to"
         raise EnvironmentFault(
-            f"key file {path} cannot be written ({error.strerror}): "
-            "choose a folder that this user can write to"
+            f"key file {path} cannot be written ({error.strerror}): choose a folder {where}"
         ) from error
     finally:
         draft.unlink(missing_ok=True)

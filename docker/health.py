@@ -1,8 +1,8 @@
 """The container's health check: exit code 0 if the command in it works, 1 and one line if not.
 
 Asks http://127.0.0.1:$DILOCOX_METRICS_PORT/healthz, or the URL given as argument. Where nobody
-listens there (a command that starts has none yet, port 0 is none), somebody must take connections
-on the libp2p port. With neither port known there is nothing to ask, and a command that
+listens there (a command that starts has none yet, and some have none at all), somebody must take
+connections on $DILOCOX_PORT. Where that is not given there is nothing to ask, and a command that
 has ended ends its container anyway.
 """
 
@@ -15,7 +15,6 @@ import urllib.error
 import urllib.request
 
 TIMEOUT_S = 5.0
-LIBP2P_PORT = 31337  # the bootstrap's, if DILOCOX_PORT does not say otherwise
 
 
 def main(arguments: list[str]) -> int:
@@ -29,9 +28,7 @@ def _own_fault() -> str:
     metrics, port = (_port(name) for name in ("DILOCOX_METRICS_PORT", "DILOCOX_PORT"))
     if metrics and not listening_fault(metrics):
         return answer_fault(f"http://127.0.0.1:{metrics}/healthz")
-    if metrics or port:
-        return listening_fault(port or LIBP2P_PORT)
-    return ""
+    return listening_fault(port) if port else ""
 
 
 def answer_fault(url: str) -> str:

@@ -75,6 +75,10 @@ class MemoryNeeds:
         trained = 4 * self.values if self.offload else self._trained
         return 2 * CUDA_BYTES + trained + self.gpu_activations
 
+    def of_machine(self, device: torch.device) -> int:
+        """Of the machine's, for a stage that computes on this device."""
+        return self.on_cpu if device.type == "cpu" else self.beside_gpu
+
     @property
     def _always(self) -> int:
         """Three shared vectors (averager.StageBuffers), start, and the delta of a send."""
@@ -91,7 +95,7 @@ def check_memory(needs: MemoryNeeds, limit_bytes: float | None, device: torch.de
     have less than planned, warn: other programs may end, and not all of it is taken at once.
     """
     on_cpu = device.type == "cpu"
-    planned = needs.on_cpu if on_cpu else needs.beside_gpu
+    planned = needs.of_machine(device)
     if limit_bytes is not None and planned > limit_bytes:
         raise InvalidInput(
             f"--memory-limit {limit_bytes / 1e9:.1f}: this stage needs about "
@@ -148,20 +152,27 @@ def check_use(pids: list[int], limit_bytes: float | None) -> None:
 
 
 def window_limit(
-    stored_bytes: int, needs: MemoryNeeds, limit_bytes: float | None, device: torch.device
+    stored_bytes: int,
+    needs: MemoryNeeds,
+    limit_bytes: float | None,
+    device: torch.device,
+    *,
+    computes_on: torch.device | None = None,
 ) -> int:
-    """Microbatches in flight that a peer has room for, each storing so many bytes; 0 bytes are not
-    known yet: as many as planned.
+    """Microbatches in flight that a peer has room for, each storing so many bytes on a device; 0
+    bytes are not known yet: as many as planned.
 
     Half of what is free on the device; on the CPU no more than what the limit leaves beside the
     plan, which has one of them.
+
+    computes_on: the stage's device, where it is another one.
     """
     on_cpu = device.type == "cpu"
     stored_bytes = max(1, stored_bytes or (needs.kept if on_cpu else needs.gpu_kept))
     free = available_bytes() if on_cpu else gpu_free_bytes(device) + gpu_cached_bytes(device)
     room = free / 2
     if limit_bytes is not None and on_cpu:
-        room = min(room, limit_bytes - needs.on_cpu + stored_bytes)
+        room = min(room, limit_bytes - needs.of_machine(computes_on or device) + stored_bytes)
     return max(1, min(LARGEST_OWN_WINDOW, int(room / stored_bytes)))
 
 

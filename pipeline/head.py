@@ -236,7 +236,7 @@ class Head:
                 if stalls < STALLS:
                     self._heal(stalled.fault, missing)
                 else:
-                    self.last_fault = f"stage {stalled.fault.stage} {stalled.fault.reason}"
+                    self._note_fault(stalled.fault.stage, stalled.fault.reason)
                     self._give_up("an inner step stands still, though all its members answer")
             except Lost as lost:
                 self._heal(lost.fault, self._recruiter.missing(self._held(), lost.fault))
@@ -311,6 +311,10 @@ class Head:
         return None if message is None else self._member.handle(message)
 
     # ---- healing ---------------------------------------------------------------------------------
+    def _note_fault(self, stage: int, reason: str) -> None:
+        """With the epoch that it ends, which tells it from another one of the same kind."""
+        self.last_fault = f"stage {stage} {reason}, epoch {self.epoch}"
+
     def _give_up(self, reason: str) -> None:
         """All answer, and yet nothing is learnt: whichever is at fault, look for other members."""
         self._recruiter.blame(self._held().others.values())
@@ -326,7 +330,7 @@ class Head:
         if leave:  # to its own head it would say yes
             self._recruiter.avoid(lost)
         stage, after_s = min(vacant, default=fault.stage), fault.after_s
-        self.last_fault = f"stage {stage} {fault.reason}"
+        self._note_fault(stage, fault.reason)
         peer = replica.members[stage]
         self._tell("fault", stage=stage, peer=peer, reason=fault.reason, after_s=after_s)
         reason = self._make_whole(vacant)

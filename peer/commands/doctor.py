@@ -37,7 +37,7 @@ from dilocox.peer.state_folder import StateFolder
 
 if TYPE_CHECKING:  # imported when it is known that the libraries can be loaded
     from dilocox.dht.join import Joined
-    from dilocox.dht.manifest import Manifest
+    from dilocox.dht.manifest import DataSpec, Manifest
     from dilocox.peer.commands.doctor_swarm import SwarmFacts
     from dilocox.peer.process.prepare import StageNeeds
 
@@ -190,7 +190,7 @@ class Examination:
             )
             short = yield from self.room(needs, manifest)
             if stage == 0:
-                yield self._data(place)
+                yield data_check(manifest.data, options.data)
             yield from self._network(place, swarm, stage)
             exchange = yield from self._exchange(swarm, needs)
             if not short:
@@ -237,20 +237,6 @@ class Examination:
         from dilocox.peer.process.prepare import disk_room
 
         return disk_room(self._folder.run(options.invite.run_id, needs.stage), needs)
-
-    def _data(self, place: Joined) -> Check:
-        """Whether a head finds the text: the run's for the validation, and its own."""
-        from dilocox.peer.process.prepare import own_data
-        from dilocox.peer.training.data_sources import find_files
-
-        data = place.manifest.data
-        for spec in (data, own_data(data, self._options.data)):
-            if spec.format not in ("stdlib", "hub"):
-                try:
-                    find_files(spec)
-                except InvalidInput as error:
-                    return fault("data", error)
-        return Check("data", "ok", self._options.data or data.source)
 
     def _network(self, place: Joined, swarm: SwarmFacts, stage: int) -> Iterator[Check]:
         options = self._options
@@ -299,6 +285,23 @@ class Examination:
                 stage=stage, tokens_per_s=speed.through_per_s, exchange_s=exchange_s
             )
         return doctor_checks.speed_check(stage, speed, exchange_s)
+
+
+def data_check(data: DataSpec, option: str) -> Check:
+    """Whether a head finds the text: the run's for the validation, and its own, which `--data`
+    names.
+    """
+    from dilocox.peer.process.prepare import own_data
+    from dilocox.peer.training.data_mixture import each_source
+    from dilocox.peer.training.data_sources import find_files
+
+    for spec in (*each_source(data), *each_source(own_data(data, option))):
+        if spec.format not in ("stdlib", "hub"):
+            try:
+                find_files(spec)
+            except InvalidInput as error:
+                return fault("data", error)
+    return Check("data", "ok", option or data.source)
 
 
 def _raised(check: Callable[[], None]) -> DilocoxError | None:

@@ -61,7 +61,7 @@ FAULTS = {  # what a head says of a stage, in words
     "stuck": "its peer of stage {0} took nothing more",
     "refused": "its peer of stage {0} sent what cannot be",
 }
-_FAULT = re.compile(rf"^stage (\d+) ({'|'.join(FAULTS)})$")
+_FAULT = re.compile(rf"^stage (\d+) ({'|'.join(FAULTS)})(?:, epoch \d+)?$")
 
 Sample = tuple[float, float, int]  # at, tokens/s, peers
 
@@ -237,7 +237,7 @@ class SwarmHistory:
     met: dict[str, None] = field(default_factory=dict[str, None])
     stated: dict[str, Stated] = field(default_factory=dict[str, Stated])
     voids_of: dict[str, int] = field(default_factory=dict[str, int])
-    last_faults: dict[str, tuple[int, str]] = field(default_factory=dict[str, tuple[int, str]])
+    last_faults: dict[str, str] = field(default_factory=dict[str, str])
 
     @classmethod
     def begun(cls, stages: int, root: str, now: float) -> SwarmHistory:
@@ -403,10 +403,8 @@ class SwarmHistory:
 
     def _hear_faults(self, look: SwarmLook) -> None:
         for head, replica in look.replicas.items():
-            new = (replica.epoch, replica.last_fault)
-            old = self.last_faults.get(head)
-            # a fault raises the epoch, and a new replica does so without one
-            if replica.last_fault and old is not None and new[1] != old[1]:
+            new, old = replica.last_fault, self.last_faults.get(head)
+            if new and old is not None and new != old:
                 self.faults_total += 1
                 told = _FAULT.sub(lambda f: FAULTS[f[2]].format(f[1]), replica.last_fault)
                 self._fault(look.at, f"replica of {self.shown(head)}: {told}")

@@ -193,9 +193,9 @@ def run_monitor_command(options: MonitorOptions) -> int:
 def _trackers(options: MonitorOptions) -> list[Tracker]:
     run, found = options.invite.run_id, list[Tracker]()
     if (folder := options.track) is not None:
-        found.append(Tracker(folder, run, TensorBoard(folder)))
+        found.append(Tracker(folder, run, TensorBoard))
     if (folder := options.track_wandb) is not None:
-        found.append(Tracker(folder, run, Wandb(folder, run)))
+        found.append(Tracker(folder, run, Wandb))
     return found
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -283,6 +283,8 @@ def status_of(seen: Seen) -> dict[str, Any]:
     """Everything that the page draws; see page/status.html."""
     manifest, look, history, health = seen.look.manifest, seen.look, seen.history, seen.health
     validation, train = history.validation, history.train
+    replicas = sorted(look.replicas.items())[:MAX_REPLICAS_SHOWN]
+    members = {peer for _, replica in replicas for peer in replica.members}
     curve = [
         [round(value, 5) if isinstance(value, float) else value for value in point]
         for _, point in sorted(history.curve.points.items())
@@ -312,11 +314,8 @@ def status_of(seen: Seen) -> dict[str, Any]:
             "contributors": len(seen.contributions),
         },
         "bootstraps": list(look.bootstraps.values()),
-        "stages": [_stage(number, look, history) for number in seen.stages],
-        "replicas": [
-            _replica(head, record)
-            for head, record in islice(sorted(look.replicas.items()), MAX_REPLICAS_SHOWN)
-        ],
+        "stages": [_stage(number, look, history, members) for number in seen.stages],
+        "replicas": [_replica(head, record) for head, record in replicas],
         "curve": curve,
         "throughput": [[round(at, 1), round(s, 2), n] for at, s, n in history.samples.rows],
         "rollbacks": [number for _, number in manifest.operation.rollbacks],
@@ -354,10 +353,14 @@ def _samples(rows: Sequence[ModelSample]) -> list[dict[str, Any]]:
     return [{name: each[name] for name in each if name != "rules"} for each in shown]
 
 
-def _stage(number: int, look: SwarmLook, history: SwarmHistory) -> dict[str, Any]:
+def _stage(
+    number: int, look: SwarmLook, history: SwarmHistory, members: Collection[str]
+) -> dict[str, Any]:
+    """members: of the replicas that are shown, which come first."""
     present, chain = look.present(number), history.stages[number]
     head = chain.head
-    order = sorted(present, key=lambda peer: (PEER_STATES.index(present[peer].state), peer))
+    states = {peer: PEER_STATES.index(record.state) for peer, record in present.items()}
+    order = sorted(present, key=lambda peer: (peer not in members, states[peer], peer))
     return {
         "stage": number,
         "peers": [_peer(peer, present[peer]) for peer in order[:MAX_PEERS_SHOWN]],

@@ -45,7 +45,7 @@ class TensorBoard:
 
     option = "--track"
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, run: str):
         """Raises InvalidInput where tensorboard is missing."""
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -137,9 +137,11 @@ class Tracker:
     thread.
     """
 
-    def __init__(self, folder: Path, run: str, writer: TensorBoard | Wandb):
-        """Raises InvalidInput where the folder is of another run."""
-        self.option = writer.option
+    def __init__(self, folder: Path, run: str, kind: type[TensorBoard | Wandb]):
+        """Raises InvalidInput where the folder is of another run, EnvironmentFault where nothing
+        can be written into it.
+        """
+        self.option = kind.option
         self._folder = folder
         self._run = run
         self._written, self._purged = FIRST, 0
@@ -158,7 +160,7 @@ class Tracker:
                 f"{self.option} {folder}: {NOTE} in it is damaged; remove it, and the files beside "
                 "it, to write them anew"
             ) from error
-        self._writer = writer
+        self._writer = kind(folder, run)
         self._open: dict[int, Point] = {}
         self._asked = False  # bootstraps, for the rounds before those that were seen
 

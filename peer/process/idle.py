@@ -38,8 +38,9 @@ def nvidia_use() -> Mapping[tuple[str, int], float]:
         return found
     command = ["nvidia-smi", "pmon", "-c", "1", "-s", "u"]
     with suppress(OSError, subprocess.SubprocessError):
-        told = subprocess.run(command, capture_output=True, text=True, timeout=5.0, check=False)
-        for line in told.stdout.splitlines():  # gpu, pid, type, sm %, ...; a dash for unknown
+        told = subprocess.run(command, capture_output=True, timeout=5.0, check=False)
+        text = told.stdout.decode(errors="replace")  # names of programs may be cut within a letter
+        for line in text.splitlines():  # gpu, pid, type, sm %, ...; a dash for unknown
             words = line.split()
             if len(words) > 3 and words[1].isdecimal() and words[3].isdecimal():
                 found[words[0], int(words[1])] = int(words[3]) / 100

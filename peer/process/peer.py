@@ -249,10 +249,10 @@ class Assembly:
         comes in.
         """
         limit = self._local.options.memory_limit_bytes
-        if self._local.stage == self._manifest.stages - 1:
-            inputs = 4 * math.prod(self._shape)
-            return window_limit(inputs, self._memory, limit, torch.device("cpu"))
         device = self._model.optimizer.device
+        if self._local.stage == self._manifest.stages - 1:
+            inputs, cpu = 4 * math.prod(self._shape), torch.device("cpu")
+            return window_limit(inputs, self._memory, limit, cpu, computes_on=device)
         return window_limit(worker.stored_bytes, self._memory, limit, device)
 
     def _leading(self, learner: Learner, member: Member) -> Leading:

@@ -171,9 +171,13 @@ def rest_watch(
 
     def watch() -> None:
         while not closing.wait(look_s):
-            allowance.count(traffic())
-            allowance.look()
-            rest = allowance.rest()
+            try:
+                allowance.count(traffic())
+                allowance.look()
+                rest = allowance.rest()
+            except Exception:  # else the volunteer's limits would hold no more
+                logger.exception("whether to rest is not known: looking again")
+                continue
             if rest is not None and not stop.event.is_set():
                 logger.info("leaving to rest: %s", rest.words)
                 stop.leave()
@@ -305,11 +309,12 @@ METRICS = (
 def _last_place(options: PeerOptions) -> tuple[str, Path]:
     """The stage that this peer hosts or hosted, empty if none is known, and its status.json."""
     folder, run = StateFolder(options.state), options.invite.run_id
-    found = sorted(options.state.glob(f"{run}-stage*"))
+    hosted = [path.name.rpartition("-stage")[2] for path in options.state.glob(f"{run}-stage*")]
+    found = [int(stage) for stage in hosted if stage.isdecimal()]  # no copies that somebody made
     if options.stage.isdecimal():
         stage: int | None = int(options.stage)
     elif (stage := folder.noted_stage(run)) is None and len(found) == 1:
-        stage = int(found[0].name.rpartition("-stage")[2])
+        (stage,) = found
     if stage is None:
         return "", options.state / "status.json"
     own = folder.run(run, stage)

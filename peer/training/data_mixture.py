@@ -20,12 +20,16 @@ from dilocox.peer.training.data_sources import DataSource, DocumentStream, json_
 
 def open_mixture(spec: DataSpec) -> MixedSource:
     """Open `spec.source` and those of `spec.more`; raises as `open_source` does."""
+    return MixedSource(spec=spec, sources=tuple(open_source(one) for one in each_source(spec)))
+
+
+def each_source(spec: DataSpec) -> list[DataSpec]:
+    """`spec.source` and those of `spec.more`, each as if it were the only one."""
     names = [field.name for field in fields(SourceSpec)]
-    each = [
+    return [
         replace(spec, more=(), **{name: getattr(one, name) for name in names})
         for one in (spec, *spec.more)
     ]
-    return MixedSource(spec=spec, sources=tuple(open_source(one) for one in each))
 
 
 @dataclass(frozen=True, kw_only=True)

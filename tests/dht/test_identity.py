@@ -1,6 +1,8 @@
 """The key file is p2pd's, its owner alone may read it, and signatures belong to one key."""
 
 import asyncio
+import errno
+import os
 import stat
 from pathlib import Path
 
@@ -25,6 +27,16 @@ def test_key_written_by_hivemind_is_refused_with_what_to_do(tmp_path: Path):
     path.chmod(0o600)
     with pytest.raises(InvalidInput, match=r"holds no Ed25519 identity .* move it away"):
         Identity.load_or_create(path)
+
+
+def test_a_disk_that_knows_no_permissions_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def link(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(EnvironmentFault, match="choose a folder on a disk that keeps permissions"):
+        Identity.load_or_create(tmp_path / "operator.key")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_p2pd_takes_the_key_file_and_shows_the_same_peer_id(volunteer: Identity):

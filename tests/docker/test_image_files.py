@@ -75,9 +75,12 @@ def test_where_no_metrics_are_served_the_libp2p_port_is_asked() -> None:
         assert health(DILOCOX_METRICS_PORT=metrics, DILOCOX_PORT=free_port())[0] == 1
 
 
-def test_with_neither_port_known_there_is_nothing_to_ask() -> None:
+def test_a_command_of_which_no_port_is_known_is_well_while_it_runs() -> None:
+    """A monitor, or a peer that waits for a bootstrap: the image alone names the metrics' port."""
+    for metrics in (0, free_port()):
+        assert health(DILOCOX_METRICS_PORT=metrics) == (0, "ok\n")
+        assert health(DILOCOX_METRICS_PORT=metrics, DILOCOX_PORT=0) == (0, "ok\n")
     assert health() == (0, "ok\n")
-    assert health(DILOCOX_METRICS_PORT=0, DILOCOX_PORT=0) == (0, "ok\n")
 
 
 @pytest.fixture

@@ -179,7 +179,7 @@ class TestLeaving:
             assert leaver.follower.head == ""
             assert leaver.reservation.state == "shut"
         assert leader.step(BATCHES[2]) is not None
-        assert leader.head.last_fault == f"stage {stages[0]} left"
+        assert leader.head.last_fault == f"stage {stages[0]} left, epoch 1"
         check_weights(swarm)
 
     def test_without_a_spare_the_replica_dissolves_and_keeps_the_step(self) -> None:
@@ -337,7 +337,7 @@ class TestFaultsOfLinks:
 
         swarm.wires.pass_time = talks
         assert leader.step(BATCHES[1]) is not None
-        assert leader.head.last_fault == "stage 1 silent"
+        assert leader.head.last_fault == "stage 1 silent, epoch 1"
 
     def test_a_stage_that_makes_no_progress_is_a_fault(self) -> None:
         swarm = that_trains()
@@ -352,7 +352,7 @@ class TestFaultsOfLinks:
         swarm.wires.pass_time = wakes
         assert swarm.leader.step(BATCHES[1]) is not None
         assert swarm.wires.now - start >= STALL_LIMIT_S
-        assert swarm.leader.head.last_fault == "stage 1 silent"
+        assert swarm.leader.head.last_fault == "stage 1 silent, epoch 1"
         check_weights(swarm)
 
 

@@ -104,7 +104,7 @@ class TestAMemberVanishes:
         )
         assert healed["members"] == list(swarm.leader.members)
         assert healed["epoch"] == swarm.leader.head.epoch == 2
-        assert swarm.leader.head.last_fault == f"stage {victim.stage} {reason}"
+        assert swarm.leader.head.last_fault == f"stage {victim.stage} {reason}, epoch 1"
 
     @pytest.mark.parametrize(("how", "moment"), sweep(CASES_ALONE, CASES_ALONE[::6]))
     @pytest.mark.parametrize("stage", [1, 2])

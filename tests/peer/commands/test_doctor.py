@@ -25,7 +25,8 @@ from dilocox.dht.errors import (
     UnreadableManifest,
 )
 from dilocox.dht.invite import Invite
-from dilocox.dht.manifest import Manifest
+from dilocox.dht.manifest import DataSpec, Manifest
+from dilocox.dht.manifest_sections import SourceSpec
 from dilocox.peer import memory_and_disk
 from dilocox.peer.commands import doctor, doctor_bench
 from dilocox.peer.commands.doctor import (
@@ -158,6 +159,20 @@ def test_a_stage_that_takes_too_long_is_given_up_in_time() -> None:
 def test_a_device_that_is_not_here_is_a_fault_in_one_line() -> None:
     fault = look_at_device("cuda:99", 1).fault
     assert fault and "\n" not in fault
+
+
+# ---- the text ------------------------------------------------------------------------------------
+def test_every_source_of_the_text_is_looked_for(tmp_path: Path) -> None:
+    missing = str(tmp_path / "none.txt")
+    more = (SourceSpec(source=missing, format="text"),)
+    assert doctor.data_check(DataSpec(), "").status == "ok"
+    found = doctor.data_check(DataSpec(more=more), "")
+    assert found.status == "failed" and missing in found.text
+    (tmp_path / "own.txt").write_text("text")
+    assert doctor.data_check(DataSpec(), str(tmp_path / "own.txt")).status == "ok"
+    assert doctor.data_check(DataSpec(), missing).status == "failed"
+    # its heads read the run's for the validation
+    assert doctor.data_check(DataSpec(more=more), str(tmp_path / "own.txt")).status == "failed"
 
 
 # ---- how it looks --------------------------------------------------------------------------------

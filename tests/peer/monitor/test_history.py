@@ -178,10 +178,16 @@ def test_a_fault_of_a_replica_is_told_once() -> None:
     swarm.look()  # from before the watch
     assert swarm.history.faults_total == 0
     for _ in range(3):
-        swarm.replicas[head] = replace(swarm.replicas[head], last_fault="stage 2 closed", epoch=2)
+        fault = "stage 2 closed, epoch 1"
+        swarm.replicas[head] = replace(swarm.replicas[head], last_fault=fault, epoch=2)
         swarm.look()
     assert swarm.history.faults_total == 1
     assert texts(swarm) == [f"replica of {head[-6:]}: the link of stage 2 broke"]
+    fault = "stage 2 closed, epoch 2"  # of who took over
+    swarm.replicas[head] = replace(swarm.replicas[head], last_fault=fault, epoch=3)
+    swarm.look()
+    assert swarm.history.faults_total == 2
+    assert [event.count for event in swarm.history.events.rows if event.kind == "fault"] == [2]
 
 
 def test_of_one_peer_no_more_voids_count_than_there_can_be_between_two_looks() -> None:

@@ -27,6 +27,8 @@ from tests.peer.fabricated import (
     claim_record,
     digest,
     losses_of,
+    peer_id,
+    replica_record,
     stage_record,
     trained,
 )
@@ -108,6 +110,21 @@ def test_of_a_large_stage_some_peers_are_shown_and_the_others_counted() -> None:
     stage = swarm.status(swarm.look())["stages"][0]
     assert len(stage["peers"]) == MAX_PEERS_SHOWN
     assert stage["more"] == 85 - MAX_PEERS_SHOWN
+
+
+def test_the_members_of_shown_replicas_are_shown() -> None:
+    """Else cells of replicas are empty, and members of others look like spares."""
+    swarm = ToldSwarm(stages=2, replicas=0, spares=0)
+    for number in range(MAX_PEERS_SHOWN + 10):  # by id members are in another order than heads
+        head, member = peer_id(number), peer_id(100 + number)
+        swarm.stages[0][head] = stage_record(replica=head)
+        swarm.stages[1][member] = stage_record(replica=head)
+        swarm.replicas[head] = replica_record(members=(head, member))
+    shown = swarm.status(swarm.look())
+    assert len(shown["replicas"]) == MAX_PEERS_SHOWN
+    for stage in shown["stages"]:
+        peers = {peer["id"] for peer in stage["peers"]}
+        assert peers == {replica["members"][stage["stage"]] for replica in shown["replicas"]}
 
 
 def test_a_run_whose_tokens_are_trained_has_ended() -> None:

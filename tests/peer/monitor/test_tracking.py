@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dilocox.dht.errors import InvalidInput
+from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.peer.chain.round_history import HistoryRow
 from dilocox.peer.monitor import tracking
 from dilocox.peer.monitor.history import Point, SwarmHistory
@@ -27,7 +27,7 @@ def begun() -> SwarmHistory:
 
 
 def board(folder: Path) -> Tracker:
-    return Tracker(folder, RUN, TensorBoard(folder))
+    return Tracker(folder, RUN, TensorBoard)
 
 
 def written(folder: Path, tag: str = "loss/validation") -> Counter[int]:
@@ -85,6 +85,15 @@ def test_a_folder_of_another_run_and_a_damaged_note_are_refused(tmp_path: Path) 
             board(tmp_path)
 
 
+@pytest.mark.parametrize("kind", [TensorBoard, Wandb])
+def test_a_folder_that_cannot_be_made_is_one_line(
+    tmp_path: Path, kind: type[TensorBoard | Wandb]
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(EnvironmentFault, match="file"):
+        Tracker(tmp_path / "file" / "board", RUN, kind)
+
+
 def test_a_missing_tensorboard_is_one_line_with_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,14 +108,14 @@ def test_a_missing_wandb_is_one_line_with_the_command(
 ) -> None:
     monkeypatch.setattr(tracking, "find_spec", lambda name: None)
     with pytest.raises(InvalidInput, match=r"pip install 'dilocox\[tracking\]'"):
-        Wandb(tmp_path, RUN)
+        Tracker(tmp_path, RUN, Wandb)
 
 
 def test_wandbs_offline_files_have_each_round_once_also_after_a_restart(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     history = begun()
     for count in (7, 10):
-        tracker = Tracker(tmp_path, RUN, Wandb(tmp_path, RUN))
+        tracker = Tracker(tmp_path, RUN, Wandb)
         rows = [row(number) for number in range(count)]
         history.curve.take(rows)
         tracker.take(history, rows)

@@ -108,6 +108,24 @@ def test_over_the_limit_a_training_peer_is_asked_to_leave_and_its_traffic_is_kep
     assert Allowance(options(state, monthly_traffic_gb=4.0)).rest() is None
 
 
+def test_a_look_that_fails_does_not_end_the_limits(
+    state: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    traffic = iter([ZeroDivisionError()])
+
+    def count() -> int:
+        for error in traffic:
+            raise error
+        return int(3.1 * GB)
+
+    given = options(state, monthly_traffic_gb=3.0)
+    with StopSignal() as stop:
+        stop.defer()
+        with rest_watch(Allowance(given), count, stop, look_s=0.01):
+            assert stop.event.wait(5.0)
+    assert "looking again" in caplog.text
+
+
 # ---- while it rests ------------------------------------------------------------------------------
 def test_who_may_take_part_does_not_wait_and_makes_nothing(tmp_path: Path) -> None:
     hours = Hours.parse(["0-24"])
@@ -146,6 +164,7 @@ def test_the_figures_have_the_names_and_labels_of_a_peer_that_trains(state: Path
     hour = time.localtime(now).tm_hour
     hours = Hours.parse([f"{(hour + 2) % 24}-{(hour + 3) % 24}"])
     given = options(state, hours=hours, monthly_traffic_gb=5.0)
+    (state / f"{RUN}-stage1.old").mkdir()  # no stage of this peer
     shown = Resting(given, Allowance(given, clock=lambda: now))
     assert shown.look()
     pages = shown.pages()

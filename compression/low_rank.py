@@ -23,7 +23,6 @@ Where the pieces of each tensor lie in these vectors, `Factored` and `Dense` say
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -333,6 +332,8 @@ class LowRank:
         """Work on every factored matrix; on a device, whose memory training fills, one by one."""
         workers = self._workers if device is None else ALONE
         workers.map(work, self._largest())
+        if device is not None and torch.device(device).type == "cuda":
+            torch.cuda.empty_cache()  # else blocks of the largest matrix stay with this process
 
     def _largest(self) -> list[Factored]:
         """The factored matrices, the largest first."""
@@ -375,10 +376,20 @@ def _overlap(one: slice, other: slice) -> bool:
     return max(one.start, other.start) < min(one.stop, other.stop)
 
 
+def memory_is_full(error: RuntimeError) -> bool:
+    """Whether it says that a GPU has no memory left: CUDA's libraries have errors of their own."""
+    words = str(error).lower()
+    full = "out of memory" in words or "alloc_failed" in words
+    return full or isinstance(error, torch.OutOfMemoryError)
+
+
 def _multiply(left: Tensor, right: Tensor, out: Tensor, device: torch.device | str | None) -> None:
     """out = left right, where `device` says; the operands and `out` are on the CPU."""
     if device is not None:
-        with suppress(torch.OutOfMemoryError):  # training has it now; the CPU can do it as well
+        try:
             out.copy_(torch.mm(left.to(device), right.to(device)))
             return
+        except RuntimeError as error:
+            if not memory_is_full(error):  # which training has now; the CPU can do it as well
+                raise
     torch.mm(left, right, out=out)

@@ -101,9 +101,11 @@ class StageCodec:
         alone = FlatLayout.of([(largest.name, (largest.rows, largest.cols))])
         sample = LowRank(alone, (largest.rank,))
         message, basis = torch.zeros(alone.numel), torch.zeros(sample.basis_numel)
+        p_hat = torch.zeros(sample.p_numel)
         seconds: dict[torch.device | None, float] = {}
         for candidate in (device, None):
-            sample.project(message, basis, candidate)  # the first time, libraries are loaded
+            sample.project(message, basis, candidate)  # the first time, libraries are loaded,
+            sample.contract(message, p_hat, candidate)  # for which there may be no memory later
             began = time.perf_counter()
             sample.project(message, basis, candidate)
             seconds[candidate] = time.perf_counter() - began

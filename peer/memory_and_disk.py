@@ -183,15 +183,12 @@ def gpu_memory(untried: Sequence[str]) -> Generator[None]:
 
     The peer ends as if it had been killed: nothing of the inner step in progress is written.
     """
-    import torch
+    from dilocox.compression.low_rank import memory_is_full
 
     try:
         yield
     except RuntimeError as error:
-        # CUDA's libraries have errors of their own for it
-        words = str(error).lower()
-        full = "out of memory" in words or "alloc_failed" in words
-        if not (full or isinstance(error, torch.OutOfMemoryError)):
+        if not memory_is_full(error):
             raise
         option = f"start with {' and '.join(untried)}, which takes less, " if untried else ""
         raise EnvironmentFault(

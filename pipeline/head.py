@@ -13,6 +13,7 @@ Where no spare is to be had the replica is dissolved: nobody loses what it learn
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,8 @@ from dilocox.pipeline.messages import Evaluated, Fault, Go, MemberEvent, Ready, 
 from dilocox.pipeline.recruiting import Recruiter, Replica
 from dilocox.pipeline.reservation import Assignment
 from dilocox.pipeline.tuning import Tuning
+
+logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
 READY_LIMIT_S = 10.0  # a member takes up an epoch when the piece that it computes is done
@@ -226,6 +229,7 @@ class Head:
         while self._replica is not None and not self._stopping():
             if self._skipped >= SKIPPED and self._num_stages > 1:
                 self._skipped = 0
+                self._member.worker.optimizer.restore_loss_scale()
                 self._give_up("every inner step is skipped, for its sums are not finite")
                 break
             try:
@@ -354,27 +358,33 @@ class Head:
     def evaluate(self, batches: Sequence[Tensor]) -> float | None:
         """The cross-entropy in nats, summed over batches of held-out windows int64 [n, t + 1].
 
-        On the anchors of all stages; None if they are not of one round, or a member was lost.
+        On the anchors of all stages; None if they are not of one round, a member was lost, or for
+        long no loss came: the first one passes all links, and a batch is exact, so it is large.
         """
         first = self._evaluated  # numbers go on, so that late answers are told from new ones
         self._evaluated += len(batches)
         losses: dict[int, float] = {}
-        sent, end = 0, self._clock() + STALL_LIMIT_S
+        sent, moved_at = 0, self._clock()
+        limit_s = STALL_LIMIT_S * max(1.0, self._num_stages / 2)
         try:
-            while len(losses) < len(batches):
-                if sent < len(batches) and sent - len(losses) < self._num_stages:
-                    event = self._member.evaluate(first + sent, batches[sent])
-                    sent += 1
-                else:
-                    event = self._next_event()
-                if isinstance(event, Fault):
-                    raise Lost(event)
-                if isinstance(event, Evaluated) and event.batch >= first:
-                    if event.loss is None:
+            with self._member.in_place():
+                while len(losses) < len(batches):
+                    if sent < len(batches) and sent - len(losses) < self._num_stages:
+                        event = self._member.evaluate(first + sent, batches[sent])
+                        sent += 1
+                    else:
+                        event = self._next_event()
+                    if isinstance(event, Fault):
+                        raise Lost(event)
+                    if isinstance(event, Evaluated) and event.batch >= first:
+                        if event.loss is None:
+                            return None
+                        losses[event.batch], moved_at = event.loss, self._clock()
+                    if self._stopping():
                         return None
-                    losses[event.batch] = event.loss
-                if self._stopping() or self._clock() > end:
-                    return None
+                    if self._clock() - moved_at > limit_s:
+                        logger.warning("no validation loss: none of a batch in %.0f s", limit_s)
+                        return None
         except Lost as lost:
             self._heal(lost.fault, self._recruiter.missing(self._held(), lost.fault))
             return None

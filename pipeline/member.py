@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Annotated, Protocol
 
 from pydantic import Field
@@ -114,6 +114,7 @@ class Member:
         self._is_last = stage == num_stages - 1  # nobody is below
         self._most = MAX_WINDOW  # microbatches of this step that there is memory for
         self._evaluating = 0  # batches that were sent down, and are not told of yet
+        self._in_place = False
         self._lower_ready = self._sum_told = False
         self._lower_totals: Totals | None = None
 
@@ -330,6 +331,22 @@ class Member:
         )
 
     # ---- evaluation ------------------------------------------------------------------------------
+    @contextmanager
+    def in_place(self) -> Generator[None]:
+        """For a while the stage has the weights of the anchor; inside of it another one costs
+        nothing, where to exchange them for each batch would take longer than to evaluate it.
+        """
+        if self._in_place:
+            yield
+            return
+        with self._anchors.in_place():
+            self._in_place = True
+            try:
+                self.worker.refresh()
+                yield
+            finally:
+                self._in_place = False
+
     def evaluate(
         self, batch: int, windows: Tensor, inputs: Tensor | None = None
     ) -> Evaluated | None:
@@ -338,7 +355,7 @@ class Member:
         inputs: as in `StageWorker.evaluate`. The last stage has the result at once; to the others
         it comes from below (`handle`).
         """
-        with self._anchors.in_place():
+        with self.in_place():
             result = self.worker.evaluate(inputs, windows)
         if isinstance(result, Tensor):
             frame = self._frame("evaluate", microbatch=batch, facts={"round": self._anchors.round})
@@ -490,7 +507,9 @@ class Follower:
                     self.leave("its head dissolved it")
                 case _:
                     pass
-            evaluated += isinstance(message, Arrived) and message.frame.kind == "evaluate"
+            if isinstance(message, Arrived) and message.frame.kind == "evaluate":
+                evaluated += 1
+                self._moved_at = self._clock()  # on a slow line all of them take minutes
             if evaluated >= self._member.num_stages:
                 break
         self._ask_head()

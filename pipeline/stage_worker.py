@@ -173,10 +173,11 @@ class StageOptimizer(Protocol):
     device: where the stage computes. refresh: to be called before the first forward of an inner
     step and before an evaluation between two of them, since weights may have changed. loss_scale:
     of fp16, what the last stage multiplies its loss by, else 1.0; `take_loss_scale` sets the
-    head's. autocast: the context in which forward passes run. scale: the loss to call `backward`
-    on. squared_norm: of this step's gradients, which are all there now. step: takes a step with
-    gradients times `factor` unless that is not finite, and clears them; whether it was taken. drop:
-    clears them.
+    head's, and `restore_loss_scale` takes back what it was lowered for steps that were skipped
+    since one was taken. autocast: the context in which forward passes run. scale: the loss to call
+    `backward` on. squared_norm: of this step's gradients, which are all there now. step: takes a
+    step with gradients times `factor` unless that is not finite, and clears them; whether it was
+    taken. drop: clears them.
     """
 
     @property
@@ -185,6 +186,7 @@ class StageOptimizer(Protocol):
     @property
     def loss_scale(self) -> float: ...
     def take_loss_scale(self, scale: float) -> None: ...
+    def restore_loss_scale(self) -> None: ...
     def autocast(self) -> AbstractContextManager[Any]: ...
     def scale(self, loss: Tensor) -> Tensor: ...
     def squared_norm(self) -> float: ...
@@ -548,6 +550,11 @@ class StageWorker:
         self._forget()
         return taken
 
+    def refresh(self) -> None:
+        """To be called before evaluations: between inner steps the weights may have changed."""
+        if self.idle:
+            self.optimizer.refresh()
+
     def evaluate(self, inputs: Tensor | None, windows: Tensor) -> Tensor | float:
         """Run the stage on held-out `windows` [b, t + 1], keeping nothing.
 
@@ -557,8 +564,6 @@ class StageWorker:
         """
         if inputs is None and not self._is_first:
             return math.nan
-        if self.idle:
-            self.optimizer.refresh()
         return self._passes.evaluate(inputs, windows)
 
     def _forget(self) -> None:

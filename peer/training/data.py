@@ -44,7 +44,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dilocox.dht.errors import InvalidInput
+from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.manifest import DataSpec
 from dilocox.dht.names import cut
 from dilocox.peer.averaging.data_lease import place_of, position_of
@@ -179,6 +179,7 @@ def _load_pretrained(name: str) -> Any:
 BUFFER_TOKENS = 1 << 18
 _MIN_BUFFER_WINDOWS = 32  # for very long windows
 ROWS_AT_ONCE = 1 << 12  # that are passed over
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 10.0, 300.0  # where the hub gives no answer
 _EXIT_LIMIT_S = 5.0  # a buffer takes about one
 _BUFFERS_AHEAD = 2  # a slow disk or hub is made up for by so much
 
@@ -222,6 +223,9 @@ class _ReadAhead:
     def stop(self) -> None:
         """Let the thread end after the item that it is at."""
         self._stopped.set()
+        self._drop()
+
+    def _drop(self) -> None:
         with suppress(queue.Empty):
             while True:
                 self._queue.get_nowait()
@@ -241,6 +245,8 @@ class _ReadAhead:
                     self._queue.put(item)
         except BaseException as error:  # noqa: BLE001 - a panic of the tokenizer, too: for the caller
             self._queue.put(error)
+        if self._stopped.is_set():
+            self._drop()  # the item that it waited with: a corpus knows all of these until it ends
         atexit.unregister(self._end)
 
 
@@ -265,6 +271,37 @@ class _PartReader:
 
     def open(self, epoch: int) -> DocumentStream | MixedStream:
         return self.source.part(self.part, f"{self.seed}/{epoch}")
+
+    def patient_buffers(
+        self, epoch: int, rows: int = 0, start: dict[str, Any] | None = None
+    ) -> Iterator[_TokenBuffer | None]:
+        """`buffers`; while the hub cannot be read they pause, and go on where they were."""
+        pause_s, made = FIRST_PAUSE_S, self.buffers(epoch, rows, start)
+        newest, again = None, False
+        while True:
+            try:
+                buffer = next(made)
+            except EnvironmentFault as error:
+                if not any(each.spec.format == "hub" for each in self.source.sources):
+                    raise
+                logger.warning("%s; trying again in %.0f s", error, pause_s)
+                end = time.monotonic() + pause_s
+                while time.monotonic() < end:
+                    time.sleep(min(1.0, pause_s))
+                    yield None
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                again = newest is not None
+                if newest is None:
+                    made = self.buffers(epoch, rows, start)
+                else:
+                    made = self.buffers(newest.epoch, start=newest.start)
+                continue
+            if buffer is not None:
+                newest, pause_s = buffer, FIRST_PAUSE_S
+                if again:  # it was given before
+                    again = False
+                    continue
+            yield buffer
 
     def buffers(
         self, epoch: int, rows: int = 0, start: dict[str, Any] | None = None
@@ -349,7 +386,7 @@ class Corpus(Iterator[torch.Tensor]):
         if not 0 <= part < self._spec.parts:
             raise InvalidInput(f"data part {part} is not one of 0 to {self._spec.parts - 1}")
         epoch, rows = place_of(max(position, position_of(self._epochs.get(part, 0))))
-        self._read_from(part, self._reader(part).buffers(epoch, rows), wait=wait)
+        self._read_from(part, self._reader(part).patient_buffers(epoch, rows), wait=wait)
 
     def arrived(self, *, wait: bool = False) -> bool:
         """Whether the part that was opened last is read by now; raises what kept it from that."""
@@ -366,9 +403,11 @@ class Corpus(Iterator[torch.Tensor]):
 
     @property
     def ready(self) -> bool:
-        """Whether a part is read, and the next microbatch's first window is here."""
+        """Whether a part is read, and the next microbatch is here, as far as it is in this buffer
+        and the next one.
+        """
         return self._ahead is not None and (
-            self._used < len(self._buffer.windows) or self._ahead.ready
+            self._used + self._microbatch_size <= len(self._buffer.windows) or self._ahead.ready
         )
 
     @property
@@ -428,7 +467,8 @@ class Corpus(Iterator[torch.Tensor]):
         self._epochs = {int(read): epoch for read, epoch in state.get("epochs", {}).items()}
         if part not in (None, state["part"]):
             return False
-        buffers = self._reader(state["part"]).buffers(state["epoch"], start=state["shelf_start"])
+        reader = self._reader(state["part"])
+        buffers = reader.patient_buffers(state["epoch"], start=state["shelf_start"])
         self._read_from(state["part"], buffers, used=state["used"], wait=wait)
         return True
 

@@ -39,6 +39,7 @@ from dilocox.dht.manifest import InnerSpec
 
 logger = logging.getLogger(__name__)
 
+LEAST_LOSS_SCALE = 1.0
 MOST_LOSS_SCALE = 2.0**24  # a backward in fp16 has overflowed long before
 
 # What torch keeps of a parameter.
@@ -272,6 +273,7 @@ class InnerOptimizer:
             self._scaler.scale(torch.zeros((), device=self.device))
         self._squared_norm: float | None = None
         self._loss_scale: float | None = None  # asking the scaler waits for the GPU
+        self._scale_before: float | None = None  # the steps that were skipped last
 
     @property
     def loss_scale(self) -> float:
@@ -294,6 +296,14 @@ class InnerOptimizer:
         if self._scaler is not None and stored != self.loss_scale:
             self._scaler.update(stored)
             self._loss_scale = stored
+
+    def restore_loss_scale(self) -> None:
+        """Put it back to what it was before the steps that were skipped last, for whose fault it
+        was lowered in vain.
+        """
+        if self._scaler is not None and self._scale_before is not None:
+            self._scaler.update(self._scale_before)
+            self._scale_before = self._loss_scale = None
 
     def refresh(self) -> None:
         """The weights may have changed since the last forward: nothing to do where they are those
@@ -372,6 +382,7 @@ class InnerOptimizer:
         self.steps = int(state.values["steps"])
         if self._scaler is not None and state.values["scaler"] is not None:
             self._scaler.load_state_dict(state.values["scaler"])
+            self._scaler.update(max(self._scaler.get_scale(), LEAST_LOSS_SCALE))
             self._loss_scale = None
 
     def _clear(self) -> None:
@@ -391,6 +402,7 @@ class InnerOptimizer:
             elif part.has_gradients:  # a scaler refuses to step without
                 self._scaler.step(part.optimizer)
         if self._scaler is not None:
+            self._scale_before = None
             self._scaler.update()
             # where all compute in fp32 nothing overflows, and it would double for ever
             if self.device.type == "cpu" and self._scaler.get_scale() > MOST_LOSS_SCALE:
@@ -400,7 +412,10 @@ class InnerOptimizer:
     def _back_off(self) -> None:
         """Lower the loss scale as GradScaler does, also where the overflow was on another stage."""
         if self._scaler is not None:
-            scale = self._scaler.get_scale() * self._scaler.get_backoff_factor()
-            self._scaler.update(scale)
+            scale = self._scaler.get_scale()
+            if self._scale_before is None:
+                self._scale_before = scale
+            # with a lower one gradients vanish that fp16 could hold, and no step looks wrong
+            self._scaler.update(max(scale * self._scaler.get_backoff_factor(), LEAST_LOSS_SCALE))
             self._loss_scale = None
             self._scaler.load_state_dict({**self._scaler.state_dict(), "_growth_tracker": 0})

@@ -233,14 +233,20 @@ class Learner:
         """
         self._meter.state = "leaving"
         self._coordinator.leave()
-        if ended:
-            self._wait_for_outcome(self._coordinator.outcome_limit_s, self._stop)
-        self._wait_for_outcome(limit_s, threading.Event())
+        failed: Exception | None = None
+        try:
+            if ended:
+                self._wait_for_outcome(self._coordinator.outcome_limit_s, self._stop)
+            self._wait_for_outcome(limit_s, threading.Event())
+        except Exception as error:  # noqa: BLE001 - raised, once all is kept
+            failed = error
         try:
             self._wait_for_buffers(limit_s + self._outer_step_s)
             self._save()
         except AveragerStuck as error:
             logger.warning("what was learnt since the last snapshot is lost: %s", error)
+        if failed is not None:
+            raise failed
         self.publish(force=True)
         if ended or self._stop.is_set():  # else it starts again at once
             self._meter.tell_contribution()

@@ -19,7 +19,6 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 from torch import Tensor
@@ -118,6 +117,9 @@ class Leading:
             self._learner.publish()
             self._move_if_asked()
             return
+        if not self._gathered():
+            self._learner.stand_still()
+            return
         self._inner_step()
         if self._head.members:
             self._validate()
@@ -194,11 +196,22 @@ class Leading:
         self._reservation.open({"members": list(members), "epoch": head.epoch})
         learner.publish()
 
+    def _gathered(self) -> bool:
+        """Whether the microbatches of the next inner step are here; takes those that are. A source
+        that stalls keeps this peer from nothing else.
+        """
+        while not self._is_whole and self._corpus.ready:
+            if not self._batch:
+                self._before_batch = self._corpus.state_dict()
+            self._batch.append(next(self._corpus))
+        return self._is_whole
+
+    @property
+    def _is_whole(self) -> bool:
+        return len(self._batch) == self._manifest.batch.microbatches
+
     def _inner_step(self) -> None:
         batch = self._manifest.batch
-        if not self._batch:
-            self._before_batch = self._corpus.state_dict()
-            self._batch = list(islice(self._corpus, batch.microbatches))
         tokens = self._learner.tokens_of_run + batch.tokens_per_step
         rate = learning_rate(self._manifest.inner, self._manifest.end_tokens, tokens)
         stepped = self._head.step(self._batch, rate)
@@ -257,7 +270,8 @@ class Leading:
         an inner step can be made of what is read.
         """
         if self._batch:
-            return True  # its microbatches are counted in the position of their part
+            # its microbatches are counted in the position of their part
+            return self._is_whole or self._corpus.ready
         part, position = lease = self._coordinator.data_part
         if lease == self._held:
             if self._corpus.epoch > self._first_epoch:

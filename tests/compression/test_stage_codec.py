@@ -195,23 +195,38 @@ def test_own_products_are_made_where_that_is_faster(
         time.sleep(slow_s if device is None else fast_s)
 
     monkeypatch.setattr(LowRank, "project", project)
+    monkeypatch.setattr(LowRank, "contract", lambda *_: None)
     codec = codec_of("low_rank")
     codec.choose_device(FAST)
     assert codec.device == chosen
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+    ids=["torch's", "CUDA's", "cuBLAS's"],
+)
 def test_a_device_without_room_leaves_the_products_to_the_cpu(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, error: RuntimeError
 ) -> None:
     codec = codec_of("low_rank")
     basis = codec.first_basis("seed")
-    expected = codec.encoder(message(1), codec.first_ranks, lambda: basis).vector(0, [])
+    low_rank = codec.low_rank(codec.first_ranks)
+    assert low_rank is not None and basis is not None
+    p = low_rank.project(message(1), basis)
+    q = low_rank.contract(message(1), p)
 
-    def full(*_: Any) -> Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+    def fails(*_: Any) -> Tensor:
+        raise error
 
-    monkeypatch.setattr(Tensor, "to", full)
-    codec.device = FAST
-    assert torch.equal(
-        codec.encoder(message(1), codec.first_ranks, lambda: basis).vector(0, []), expected
-    )
+    monkeypatch.setattr(Tensor, "to", fails)
+    assert torch.equal(low_rank.project(message(1), basis, FAST), p)
+    assert torch.equal(low_rank.contract(message(1), p, FAST), q)
+    error.args = ("CUDA error: an illegal memory access was encountered",)
+    if type(error) is RuntimeError:  # no reason to go on
+        with pytest.raises(RuntimeError, match="illegal"):
+            low_rank.contract(message(1), p, FAST)

@@ -6,9 +6,11 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from dilocox.peer.training.data import validation_loss
 from dilocox.pipeline.frames import Frame
+from dilocox.pipeline.head import STALL_LIMIT_S
 from dilocox.pipeline.stage import build_stage
 from tests.pipeline.chains import SEED, batches
 from tests.pipeline.histories import check_weights, equal
@@ -104,6 +106,28 @@ class TestEvaluating:
         assert swarm.leader.head.evaluate(VALIDATION) == pytest.approx(self.expected())
         assert swarm.leader.step(BATCHES[0]) is not None
         check_weights(swarm)
+
+    @pytest.mark.parametrize("num_stages", [1, 3])
+    def test_it_may_take_long_as_long_as_it_goes_on(self, num_stages: int) -> None:
+        """As of a billion parameters; weights are exchanged once, not for each batch."""
+        swarm = Swarm(Plan(num_stages=num_stages, microbatches=2))
+        swarm.leader.form()
+        swarm.leader.step(BATCHES[0])
+        swarm.settle()
+        worker, anchor = swarm.leader.peer.worker, swarm.leader.peer.anchor
+        evaluate, began, writes = worker.evaluate, swarm.wires.now, anchor.writes
+
+        def slow(inputs: Tensor | None, windows: Tensor) -> Tensor | float:
+            swarm.wires.now += STALL_LIMIT_S / 3
+            return evaluate(inputs, windows)
+
+        worker.evaluate = slow  # type: ignore[method-assign]
+        many = [*VALIDATION] * 5
+        total = swarm.leader.head.evaluate(many)
+        assert total == pytest.approx(5 * self.expected(), rel=1e-6)
+        assert swarm.wires.now - began > 3 * STALL_LIMIT_S
+        there_and_back = 2 * len(swarm.leader.peer.parameters)
+        assert anchor.writes - writes == there_and_back
 
     def test_anchors_that_are_not_finite_give_no_number(self) -> None:
         swarm = Swarm(PLAN)

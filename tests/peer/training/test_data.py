@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,11 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from dilocox.dht.errors import InvalidInput
+from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.manifest import DataSpec
 from dilocox.peer.training import data
 from dilocox.peer.training.data import Corpus, held_out_digest, held_out_windows
-from dilocox.peer.training.data_sources import library_files, open_source
+from dilocox.peer.training.data_sources import DocumentStream, library_files, open_source
 from tests.peer.corpora import (
     EOS,
     FORMATS,
@@ -42,6 +43,11 @@ def spec(request: pytest.FixtureRequest, tmp_path: Path) -> DataSpec:
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a few kilobytes fill several."""
     monkeypatch.setattr(data, "BUFFER_TOKENS", 700)
+
+
+def buffers() -> list[object]:
+    """All that are in memory."""
+    return [each for each in gc.get_objects() if type(each).__name__ == "_TokenBuffer"]
 
 
 class TestMicrobatches:
@@ -114,6 +120,50 @@ class TestReadAhead:
         for _ in range(2):
             with pytest.raises(InvalidInput, match=r"'text' of .* holds int"):
                 take(source, 1000)
+
+    @pytest.mark.usefixtures("small_buffers")
+    def test_a_hub_that_is_away_for_a_while_costs_no_text(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        spec = write_source("hub", tmp_path)
+        expected = take(corpus(spec), 300)
+        read, calls = DocumentStream.read, count()
+
+        def now_and_then(stream: DocumentStream) -> bytes | None:
+            if next(calls) in (3, 4, 40, 41, 90):
+                raise EnvironmentFault("data.source: no answer")
+            return read(stream)
+
+        monkeypatch.setattr(DocumentStream, "read", now_and_then)
+        monkeypatch.setattr(data, "FIRST_PAUSE_S", 0.01)
+        assert torch.equal(take(corpus(spec), 300), expected)
+        assert caplog.text.count("no answer; trying again") == 5
+
+    @pytest.mark.usefixtures("small_buffers")
+    def test_a_disk_that_fails_is_no_hub(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fails(_: DocumentStream) -> bytes | None:
+            raise EnvironmentFault("data.source cannot be read")
+
+        monkeypatch.setattr(DocumentStream, "read", fails)
+        with pytest.raises(EnvironmentFault):
+            corpus(write_source("text", tmp_path))
+
+    @pytest.mark.usefixtures("small_buffers")
+    def test_a_part_that_was_left_holds_no_text(self, spec: DataSpec) -> None:
+        gc.collect()
+        source, before = corpus(spec), set(map(id, buffers()))
+        for part in (1, 2, 0, 1, 2, 0):
+            time.sleep(0.05)  # its thread waits with the next one
+            source.open_part(part)
+        readers = [thread for thread in threading.enumerate() if thread.name == "read-ahead"]
+        source.open_part(0)
+        for thread in readers:
+            thread.join(10)
+        gc.collect()
+        here = [each for each in buffers() if id(each) not in before]
+        assert len(here) <= 4, "the current one, two ahead, and one that waits"
 
     @pytest.mark.usefixtures("small_buffers")
     def test_the_thread_ends_with_its_part_and_with_the_corpus(self, spec: DataSpec) -> None:

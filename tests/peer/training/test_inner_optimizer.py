@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import InnerSpec
 from dilocox.peer.training.inner_optimizer import (
+    LEAST_LOSS_SCALE,
     MOST_LOSS_SCALE,
     InnerOptimizer,
     InnerState,
@@ -350,6 +351,27 @@ def test_there_is_no_loss_scale_unless_the_run_is_in_fp16(run_precision: str) ->
     optimizer.take_loss_scale(8.0)
     assert optimizer.loss_scale == 1.0
     assert float(optimizer.scale(torch.ones(()))) == 1.0
+
+
+def test_a_fault_of_others_does_not_take_the_loss_scale_away() -> None:
+    """It was halved for each step that a broken member spoilt, down to what loses all gradients."""
+    module, other = model(), model()
+    optimizer = optimizer_of(module, precision="fp16")
+    batch = batches(1)[0]
+    train_step(module, optimizer, batch, 1e-2)
+    before = optimizer.loss_scale
+    for _ in range(200):
+        assert not optimizer.step(math.nan, 1e-2)
+    assert optimizer.loss_scale == LEAST_LOSS_SCALE < before
+    state = optimizer.state_dict()
+    state.values["scaler"]["scale"] = 2.0**-41  # as an older one kept it
+    again = optimizer_of(other, precision="fp16")
+    again.load_state_dict(state)
+    assert again.loss_scale == LEAST_LOSS_SCALE
+    optimizer.restore_loss_scale()
+    assert optimizer.loss_scale == before
+    optimizer.restore_loss_scale()
+    assert not train_step(module, optimizer, batch, 1e-2).skipped
 
 
 def test_the_loss_scale_of_cpus_alone_has_a_bound() -> None:

@@ -78,6 +78,17 @@ def test_a_child_that_dies_meanwhile_makes_no_fault_of_it(tmp_path: Path) -> Non
     assert Loop(loop.folder).snapshots.found
 
 
+def test_a_child_that_dies_while_an_exchange_is_waited_for_costs_no_snapshot(loop: Loop) -> None:
+    loop.end_round(2)
+    loop.train()
+    failed = Failed(error=ChildDied("the DHT process or p2pd has died"))
+    loop.fake.events.to_come.append(lambda: loop.fake.events.put(failed))
+    with pytest.raises(ChildDied):
+        loop.learner.leave(ended=False)
+    again = Loop(loop.folder)
+    assert torch.equal(again.live, loop.live) and again.model.merge.fly
+
+
 def test_who_must_end_keeps_its_state_if_that_is_whole(loop: Loop) -> None:
     loop.train(2)
     loop.fake.alive = False

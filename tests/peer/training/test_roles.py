@@ -170,6 +170,43 @@ def losses(led: Leader) -> list[tuple[int, float]]:
     return [(event["round"], event["loss"]) for event in led.loop.events("validated")]
 
 
+# ---- text that is late ---------------------------------------------------------------------------
+class StallingCorpus(FakeCorpus):
+    """One that has so many microbatches, and may not be asked for more."""
+
+    stock = 0
+
+    @property
+    def ready(self) -> bool:
+        return self.stock > 0
+
+    @ready.setter
+    def ready(self, _: bool) -> None: ...
+
+    def __next__(self) -> Tensor:
+        assert self.stock, "this would wait for the hub, deaf to signals and sends"
+        self.stock -= 1
+        return super().__next__()
+
+
+def test_a_source_that_stalls_within_a_batch_keeps_its_head_from_nothing(led: Leader) -> None:
+    led.corpus.__class__ = StallingCorpus
+    corpus = cast("StallingCorpus", led.corpus)
+    corpus.stock = 1  # of two
+    led.role.turn()
+    assert led.head.fed == [] and corpus.stock == 0
+    record = led.loop.committed(0, 0.1)
+    led.loop.fake.events.put(record)
+    led.loop.fake.data_part = 1, 0  # which waits until what was read is trained on
+    led.loop.learner.between_steps()
+    led.role.turn()
+    assert led.loop.learner.round == 0 and led.head.fed == []
+    corpus.stock = 3
+    led.role.turn()
+    ([batch, _],) = led.head.fed
+    assert batch == [2, 3], "the first two went with the first step"
+
+
 # ---- the replica ---------------------------------------------------------------------------------
 @pytest.mark.usefixtures("no_chance")
 def test_a_head_without_replica_tries_now_and_then_and_says_what_is_missing(

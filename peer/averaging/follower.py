@@ -45,7 +45,7 @@ from dilocox.peer.rounds.record import RecordRefused, RoundRecord
 
 logger = logging.getLogger(__name__)
 
-WALK_LIMIT_S = 3 * RECORDS_LIMIT_S  # the averager ends it by itself before
+WALK_LIMIT_S = 4 * RECORDS_LIMIT_S  # the averager ends it by itself before
 PAUSE_AFTER_FAILURE_S = 1.0
 MAX_SLOW = 5  # then it is our own line that is slow
 PROVING_RECORDS = 2  # of a state: one names its anchor, the next what its momentum made of it

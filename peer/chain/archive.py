@@ -119,8 +119,10 @@ class Generation:
         return cls(final, check, donor=donor)
 
     @classmethod
-    def kept(cls, folder: Path, check: RecordCheck) -> list[Generation]:
-        """Those in a folder that are whole, oldest first; the others, and halves, are removed."""
+    def kept(cls, folder: Path, check: RecordCheck, older: OlderRecords) -> list[Generation]:
+        """Those in a folder that are whole, oldest first; the others, whose records `older` takes
+        over, and halves are removed.
+        """
         make_folder(folder)
         found: list[Generation] = []
         for path in sorted(folder.iterdir()):
@@ -131,6 +133,7 @@ class Generation:
                     found.append(cls._whole(path, check))
                 except (ValueError, InvalidInput, OSError) as error:
                     logger.warning("%s: damaged (%s), left out", path, error)
+                    older.salvage(Store(path / "log"))
                     shutil.rmtree(path, ignore_errors=True)
         return found
 
@@ -218,6 +221,28 @@ class OlderRecords:
         """Take over all records of a generation that is given up for its state alone."""
         self._take(log, log.rounds())
 
+    def salvage(self, log: Store) -> None:
+        """Take over the newest records of a damaged generation, from the first sound one back to
+        the next that is not: they say who made the chain.
+        """
+        sound, wanted = list[int](), ""
+        for number in reversed(log.rounds()):
+            try:
+                data, certificate = log.read_bytes(number), log.certificate(number)
+                if data is None or certificate is None:
+                    raise RecordRefused(f"round {number} is not whole")
+                digest, header = digest_of(data), parse_header(data)
+                check_certificate(header, digest, certificate)
+            except (RecordRefused, OSError):
+                if sound:
+                    break
+                continue
+            if wanted not in ("", digest):
+                break
+            sound.append(number)
+            wanted = header.previous
+        self._take(log, sound)
+
     def lead_to(self, generation: Generation, before: Generation | None = None) -> None:
         """Be the records before this generation's first one.
 
@@ -297,15 +322,18 @@ class StageArchive:
         self._now = now
         make_folder(folder)
         archive_goes_back(folder, check.manifest)
-        kept = Generation.kept(folder, check) or [Generation.begun(folder, 0, check)]
-        self._current = max(kept, key=lambda each: (each.head.chain_tokens, each.number))
         self._older = OlderRecords(folder, keep_bytes)
+        kept = Generation.kept(folder, check, self._older)
+        kept = kept or [Generation.begun(folder, 0, check)]
+        self._current = max(kept, key=lambda each: (each.head.chain_tokens, each.number))
         for each in kept:
             if each is not self._current:  # a crash came while it was given up, or begun
                 self._older.lead_to(self._current, each)
                 each.remove()
-        if self._current.state_round >= 0:  # after what the others have between the two
+        if self._current.head.round >= 0:  # after what the others have between the two
             self._older.lead_to(self._current)
+        elif self._older.records.rounds():
+            self._say_what_is_lost()
         self._building: asyncio.Task[Generation] | None = None
         self._replaces = False  # what is being built: the chain, and not only the state
         self._not_before = 0.0
@@ -346,8 +374,10 @@ class StageArchive:
         for entry in entries:
             if len(found) == most or any(each and entry.digest.startswith(each) for each in known):
                 break
-            header = entry.header()
-            if header is not None:  # else it has just moved
+            with contextlib.suppress(RecordRefused):  # a damaged one
+                header = entry.header()
+                if header is None:  # it has just moved
+                    continue
                 found[entry.round] = ChainRound.of(header, entry.digest, entry.record_bytes)
         return [found[number] for number in sorted(found)]
 
@@ -361,7 +391,8 @@ class StageArchive:
         try:
             await self._take_built()
             log, head = self._current.log, self._current.head
-            view = self._trust.counting(view, log, head, trains=trains)
+            lost = self._older.records
+            view = self._trust.counting(view, log, head, trains=trains, lost=lost)
             await self._follow(view)
             await self._prove()
             self._renew()
@@ -397,7 +428,8 @@ class StageArchive:
             self._book.came(claim.digest)
             self._book.gave(peer)
             forked = reached.fork_round is not None
-            if reached.too_far and not self._trust.may_replace(claim.digest):
+            may_replace = before < 0 or self._trust.may_replace(claim.digest)
+            if reached.too_far and not may_replace:
                 logger.error(
                     "alarm: %s: no records lead to round %d of %s, and those who made the chain "
                     "kept here do not claim it, so it is not taken; if the run went on while this "
@@ -606,6 +638,17 @@ class StageArchive:
         self._drop_building()
         self._current = Generation.begun(self._folder, old.number + 3, self._check)
         old.remove()
+        if self._older.records.rounds():
+            self._say_what_is_lost()
+
+    def _say_what_is_lost(self) -> None:
+        logger.error(
+            "alarm: %s: what was kept is damaged; it takes the chain again from the peers that "
+            "made it, and from nobody else; if they have left for good, stop this bootstrap, move "
+            "%s elsewhere, and start it again: it begins with what peers have then",
+            self,
+            self._folder,
+        )
 
     # ---- telling ---------------------------------------------------------------------------------
     def _own_claim(self) -> ClaimRecord | None:

@@ -54,7 +54,7 @@ from dilocox.peer.rounds.record import SHA256, RoundRecord, digest_of
 logger = logging.getLogger(__name__)
 
 HURRY_S = 3600.0  # a state that would take longer is looked for elsewhere
-RECORDS_LIMIT_S = 600.0  # of all that is taken at once
+HEADERS_LIMIT_S = RECORDS_LIMIT_S = 600.0  # of all that are taken at once
 STATES_ASKED = 8  # peers that are asked which state they have
 STATE_LIMIT_S = 6 * 3600.0  # of a whole model; a transfer that stalls fails much sooner
 
@@ -204,7 +204,8 @@ class InitialOffer:
 class Limits:
     """How long holders may take, in seconds."""
 
-    headers_s: float = 60.0  # all headers of `catch_up`, before the first record
+    headers_s: float = 60.0  # one header, and all of them where a state would do as well
+    all_headers_s: float = HEADERS_LIMIT_S
     records_s: float = RECORDS_LIMIT_S
     stall_s: float = STALL_S  # a certificate, and a record if exchanges take less
 
@@ -228,7 +229,14 @@ class ChainClient(HeaderClient):
         for HeaderClient.
         """
         super().__init__(
-            client, check.run, check.stage, holders, older=older, deadline=deadline, now=now
+            client,
+            check.run,
+            check.stage,
+            holders,
+            older=older,
+            header_limit_s=limits.headers_s,
+            deadline=deadline,
+            now=now,
         )
         self.check = check
         self._compute = compute
@@ -267,7 +275,8 @@ class ChainClient(HeaderClient):
         its bytes. Then come the records, the oldest first, each appended before the next one is
         asked for: what is cut off goes on later where it was.
 
-        limit_bytes: of all of them, if they are to cost no more than something else would. back_to:
+        limit_bytes: of all of them, if they are to cost no more than something else would, nor
+        more time: of a chain of hundreds each header is a round trip or two. back_to:
         a round of which `me` wants to know whether it is in its record, even where the records cost
         too much. second: has the last word where the headers do not lead to our chain, since no
         header proves itself.
@@ -289,12 +298,12 @@ class ChainClient(HeaderClient):
         self, log: RoundLog, digest: str, limit_bytes: int | None, me: str, back_to: int | None
     ) -> Reached:
         walk = self._missing(log, digest, limit_bytes, back_to)
-        headers, known = await asyncio.wait_for(walk, self._limits.headers_s)
+        headers, known, enough = await asyncio.wait_for(walk, self._limits.all_headers_s)
         told = _told(headers, known, me)
         if known is None:
             return Reached(fork_round=None, too_far=True, told=told)
         size = sum(each.record_bytes for each in headers)
-        if headers and limit_bytes is not None and size > limit_bytes:
+        if enough or (headers and limit_bytes is not None and size > limit_bytes):
             return Reached(fork_round=None, too_far=False, costly=True, told=told)
         end = self._now() + self._limits.records_s
         if known != log.head().round:
@@ -317,25 +326,27 @@ class ChainClient(HeaderClient):
 
     async def _missing(
         self, log: RoundLog, digest: str, limit_bytes: int | None, back_to: int | None
-    ) -> tuple[list[ChainRound], int | None]:
+    ) -> tuple[list[ChainRound], int | None, bool]:
         """The headers of what leads from our chain to `digest`, the newest first, and the round of
-        ours that they follow, None if nobody has all of them.
+        ours that they follow, None if nobody has all of them; and whether they are given up.
 
-        It ends early where the records are more than `limit_bytes`, and the headers reach `back_to`
-        or take long.
+        They are where the records are more than `limit_bytes`, and the headers reach `back_to` or
+        take long; or where they take twice as long, and there is such a limit.
         """
         missing: list[ChainRound] = []
-        total, enough_at = 0, self._now() + self._limits.headers_s / 2
+        total, began, limit_s = 0, self._now(), self._limits.headers_s
         async for told in self.headers(digest, lambda wanted: log.find(wanted) is not None):
             missing.append(told)
             total += told.record_bytes
-            far = back_to is None or told.round <= back_to or self._now() > enough_at
-            if limit_bytes is not None and total > limit_bytes and far:
-                return missing, told.round
+            if limit_bytes is not None:
+                took_s = self._now() - began
+                far = back_to is None or told.round <= back_to or took_s > limit_s / 2
+                if took_s > limit_s or (total > limit_bytes and far):
+                    return missing, told.round, True
         known = log.find(missing[-1].previous if missing else digest)
         if known is None and not missing:
             raise ConnectionError(f"nobody asked has the record {digest[:12]} that is claimed")
-        return missing, known
+        return missing, known, False
 
     async def _held(self, digest: str) -> Fetched:
         found = await self.record(digest)
@@ -600,7 +611,7 @@ class ChainClient(HeaderClient):
                 f"nobody vouches yet for round {offer.round}, which the state of {offer.peer} is of"
             )
         walk = self._walk(end, offer)
-        before, number = await asyncio.wait_for(walk, self._limits.headers_s)
+        before, number = await asyncio.wait_for(walk, self._limits.all_headers_s)
         if before == offer.digest:
             return
         if number <= offer.round or before == self.check.root:

@@ -30,7 +30,7 @@ from dilocox.peer.rounds.standing import RECENT_ROUNDS
 
 if TYPE_CHECKING:
     from dilocox.peer.chain.chain_client import Reached
-    from dilocox.peer.chain.store import RoundLog, Tip
+    from dilocox.peer.chain.store import RoundLog, Store, Tip
 
 BUSY_LIFETIMES = 10  # of a record: no peer that has what it claims is busy for so long
 MAX_NOTED = 1000  # digests or peers
@@ -56,7 +56,7 @@ class Credit:
         self.recent: set[str] = set()
         self._digest = ""
 
-    def look(self, log: RoundLog, head: Tip) -> None:
+    def look(self, log: Store, head: Tip) -> None:
         """Take in what the log has by now; cheap while its head is the same."""
         if self._digest != head.digest:
             made = dict[int, set[str]]()
@@ -93,7 +93,8 @@ class Trust:
     The witness itself believes what half of them claim, so that of two peers one can go on alone.
     It no longer counts a peer that has been silent for a record lifetime; with none left, and
     before the first record, it believes the first sound record. Not so while the run is paused, or
-    once it has ended: nobody trains then, and those that made the chain may all be gone. It never
+    once it has ended: nobody trains then, and those that made the chain may all be gone. Nor where
+    it has lost the chain itself to a damaged disk: then those that made it must give it. It never
     leaves a chain that it vouched for.
 
     A peer that has been idle for a record lifetime, as a spare that no head takes, is in no
@@ -136,10 +137,17 @@ class Trust:
         return bool(self._witness) and self._me == self._witness
 
     def counting(
-        self, view: SwarmView, log: RoundLog, head: Tip, *, trains: bool = True
+        self,
+        view: SwarmView,
+        log: RoundLog,
+        head: Tip,
+        *,
+        trains: bool = True,
+        lost: Store | None = None,
     ) -> SwarmView:
         """This look at the swarm, with the claims that count. trains: whether the run is neither
-        paused nor ended, as far as the witness knows.
+        paused nor ended, as far as the witness knows. lost: the records of a chain that it had to
+        give up, which say who made it while the log is empty.
         """
         if not self._witness:
             return view
@@ -147,7 +155,7 @@ class Trust:
         found = self._find(log, head)
         if told is not None and found is not None:
             self._settled = told.digest
-        self._credit.look(log, head)
+        self._credit.look(log if lost is None or head.round >= 0 else lost, head)
         credit, is_witness = self._credit.records, self.is_witness
         last, recent = self._credit.last, self._credit.recent
         if is_witness:
@@ -158,7 +166,7 @@ class Trust:
         at_work = Counter({peer: n for peer, n in credit.items() if peer not in idle})
         if at_work or (is_witness and trains):
             credit = at_work
-        if is_witness and not credit and (trains or not self.has_chain):
+        if is_witness and not credit and ((trains and head.round >= 0) or not self.has_chain):
             return view
         if is_witness:
             credit = self._going_on(credit, view, head)

@@ -80,7 +80,7 @@ class ClaimedChain:
         return digest == self.chain.check.root
 
 
-NO_LIMITS = Limits(headers_s=math.inf, records_s=math.inf, stall_s=math.inf)
+NO_LIMITS = Limits(headers_s=math.inf, all_headers_s=math.inf, records_s=math.inf, stall_s=math.inf)
 
 
 def counted_claims(place: Joined, stage: int) -> dict[str, ClaimRecord]:

@@ -237,6 +237,52 @@ def test_nobody_ends_the_operator_s_chain_by_keeping_no_older_records(
     assert anew.look(stranger) == stranger.claim()
 
 
+@pytest.mark.parametrize("how", ["state", "record", "replay", "false state"])
+def test_the_operator_s_archive_that_lost_its_chain_takes_none_of_strangers(
+    donor: ChainMaker,
+    identities: list[Identity],
+    tmp_path: Path,
+    how: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It forgot who had made it, and believed the first one that came."""
+    stranger, clock = donor_of(identities[1], tmp_path / "stranger"), TestClock()
+    stranger.train(0)
+    kept = partial(Kept, tmp_path / "kept", donor, stranger, witness=ME, now=clock.monotonic)
+    archive = kept()
+    donor.train(*range(4))
+    if how == "false state":
+        donor.log.prune(keep=1)
+        lie(donor, "anchor")
+        archive.look(donor)
+    else:
+        for number in range(4, 6):
+            donor.train(number)
+            archive.look(donor)
+        kind = "*.record" if how == "record" else STATE_FILE
+        file = min(tmp_path.glob(f"kept/0*/**/{kind}"))
+        data = bytearray(file.read_bytes())
+        data[-5001 if how == "replay" else 5003] ^= 1
+        file.write_bytes(data)
+        if how != "replay":
+            archive = kept()
+    donor.train(*range(donor.log.head().round + 1, donor.log.head().round + 3))
+    if how in ("replay", "false state"):  # it finds out when records follow
+        archive.look(donor)
+    assert "alarm" in caplog.text
+    lies: dict[str, Any] = {
+        f"Qm{n}": replace(stranger.claim(), digest=f"{n:064x}", round=99) for n in range(6)
+    }
+    for _ in range(5):
+        told = archive.look(stranger, **lies)
+        assert told is None or told.digest in donor.digests
+    clock.now += 100.0  # its members are silent
+    told = archive.look(stranger, **lies)
+    assert told is None or told.digest in donor.digests
+    donor.snapshot()
+    assert archive.look(donor, stranger, **lies, times=3) == donor.claim()
+
+
 def test_the_operator_s_archive_begins_and_tells_whatever_strangers_claim(
     donor: ChainMaker, tmp_path: Path
 ) -> None:

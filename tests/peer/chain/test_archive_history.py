@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dilocox.dht.identity import Identity
-from dilocox.peer.chain.archive import Generation
+from dilocox.peer.chain.archive import Generation, OlderRecords
 from dilocox.peer.chain.replay import Replayed, replay
 from dilocox.peer.chain.snapshot_files import STATE_FILE
 from dilocox.peer.chain.store import OLDER_NAME, kept_run
@@ -57,7 +57,7 @@ def test_a_restart_before_a_new_generation_took_over_keeps_the_whole_history(
 ) -> None:
     kept = Kept(of_run(tmp_path), donor)
     through_generations(kept, donor, *range(8))
-    (current,) = Generation.kept(kept.folder, CHECK)
+    (current,) = Generation.kept(kept.folder, CHECK, OlderRecords(kept.folder, 1 << 30))
     assert current.state_round > 0 and current.head.round == 7
     file = tmp_path / "moved"
     shutil.copyfile(donor.snapshot() / STATE_FILE, file)
@@ -84,6 +84,20 @@ def test_older_records_are_given_to_who_asks_for_them_and_to_nobody_else(
         assert kept.archive.find(want) is None  # a peer that is so far behind takes the state
         found = kept.archive.find(want | {"older": True})
         assert found is not None and found.file.read() == due
+
+
+def test_a_damaged_one_is_missing_in_the_history_and_hides_no_other(
+    donor: ChainMaker, tmp_path: Path
+) -> None:
+    kept = Kept(tmp_path / "kept", donor)
+    for number in range(8):
+        donor.train(number)
+        kept.look(donor)
+    files = sorted((tmp_path / "kept" / OLDER_NAME).glob("*.record"))
+    data = bytearray(files[1].read_bytes())
+    data[20] ^= 0xFF
+    files[1].write_bytes(data)
+    assert [row.round for row in kept.archive.rounds_since((), 64)] == [0, 2, 3, 4, 5, 6, 7]
 
 
 def test_older_records_make_room_when_they_are_too_many(donor: ChainMaker, tmp_path: Path) -> None:

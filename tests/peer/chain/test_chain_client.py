@@ -112,6 +112,25 @@ def test_records_that_would_be_more_bytes_than_they_may_be_are_not_fetched(
     assert joiner.log.rounds() == [0, 1, 2, 3]
 
 
+def test_headers_that_take_long_are_no_fault_of_the_chain(
+    maker: ChainMaker, tmp_path: Path
+) -> None:
+    """Of 250 rounds over a long way: it was ignored, and a peer that came back went on alone."""
+    now = [0.0]
+    maker.train(*range(8))
+    joiner = Joiner(maker, tmp_path / "log")
+
+    async def pass_by(_: str, want: dict[str, Any]) -> None:
+        now[0] += 25.0 * bool(want.get("header"))
+
+    joiner.swarm.before = pass_by
+    reached = joiner.go(of=joiner.chain(now=lambda: now[0]), limit_bytes=1 << 40)
+    assert reached.costly and joiner.headers == [7, 6, 5], "a state would be quicker"
+    # where only records will do
+    assert joiner.go(of=joiner.chain(now=lambda: now[0])).arrived
+    assert joiner.log.rounds() == list(range(8))
+
+
 def test_headers_say_which_records_count_a_peer_though_the_records_cost_too_much(
     maker: ChainMaker, tmp_path: Path, identities: list[Identity]
 ) -> None:
@@ -383,7 +402,7 @@ def test_a_state_must_lead_to_what_is_vouched_for(maker: ChainMaker, tmp_path: P
     joiner.swarm.before = late
     end = ChainEnd(digest=digests[3], round=3, teller="QmWitness")
     offer: Any = SimpleNamespace(round=2, digest="e" * 64, peer="QmLiar")
-    walk = joiner.chain(limits=Limits(headers_s=0.3)).check_leads_to(end, offer)
+    walk = joiner.chain(limits=Limits(all_headers_s=0.3)).check_leads_to(end, offer)
     with pytest.raises(asyncio.TimeoutError):
         asyncio.run(walk)
 

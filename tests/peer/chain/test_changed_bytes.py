@@ -18,7 +18,7 @@ from dilocox.dht.identity import Identity
 from dilocox.dht.invite import run_id
 from dilocox.dht.manifest import SignedManifest
 from dilocox.dht.manifest_revisions import RevisionFolder, in_state, kept_manifest
-from dilocox.peer.chain.archive import Generation
+from dilocox.peer.chain.archive import Generation, OlderRecords
 from dilocox.peer.chain.snapshot_files import (
     STATE_FACTS_FILE,
     Snapshot,
@@ -190,7 +190,7 @@ def test_what_is_said_of_a_kept_state_is_refused_whichever_byte_is_changed(
         wrong[place] ^= 0x10
         (copy / newest.name / said.relative_to(newest)).write_bytes(wrong)
         caplog.clear()
-        assert not Generation.kept(copy, CHECK), f"byte {place}"
+        assert not Generation.kept(copy, CHECK, OlderRecords(copy, 1 << 30)), f"byte {place}"
         assert "damaged" in caplog.text and not (copy / newest.name).exists()
         shutil.rmtree(copy)
 

@@ -13,7 +13,7 @@ from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_revisions import back_to, in_state, revised
 from dilocox.peer.chain import rollback
-from dilocox.peer.chain.archive import Generation
+from dilocox.peer.chain.archive import Generation, OlderRecords
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.replay import replay
 from dilocox.peer.chain.rollback import (
@@ -39,6 +39,12 @@ def with_rate(manifest: Manifest, rate: float) -> Manifest:
 def flaws(maker: ChainMaker, manifest: Manifest | None = None) -> tuple[str, ...]:
     chain = kept_run(maker.own.parent).stages[0]
     return replay(manifest or maker.manifest, RUN, 0, chain.records, chain.states).flaws
+
+
+def whole(stage: Path, maker: ChainMaker, manifest: Manifest) -> list[Generation]:
+    """What an archive finds at a start."""
+    check = RecordCheck(RUN, 0, manifest, maker.layout)
+    return Generation.kept(stage, check, OlderRecords(stage, 1 << 30))
 
 
 def archive_of(maker: ChainMaker, state: Path) -> Path:
@@ -97,8 +103,7 @@ def test_the_state_after_an_earlier_round_is_prepared_and_served(
     assert newer.base(0) == maker.digests[3]  # of round 3, the last one not after 4
     archive_goes_back(stage, newer)
     archive_goes_back(stage, newer)  # twice does no harm
-    check = RecordCheck(RUN, 0, newer, maker.layout)
-    (current,) = Generation.kept(stage, check)
+    (current,) = whole(stage, maker, newer)
     assert (current.head.round, current.state_round) == (3, 3)
     assert Store(stage / "older").rounds() == [0, 2, 3]
     assert Store(stage / "before-00000001" / "00000000" / "log").rounds() == [0, 2, 3, 5]
@@ -123,7 +128,7 @@ def test_who_is_killed_at_the_end_of_a_rollback_still_finds_its_state(
             patch.setattr(rollback, function, killed)
             archive_goes_back(stage, newer)
     archive_goes_back(stage, newer)
-    (current,) = Generation.kept(stage, RecordCheck(RUN, 0, newer, maker.layout))
+    (current,) = whole(stage, maker, newer)
     assert (current.head.round, current.state_round) == (2, 2)
 
 
@@ -182,7 +187,7 @@ def test_back_to_the_initial_weights(maker: ChainMaker, tmp_path: Path) -> None:
     newer = roll_back(maker, tmp_path / "boot", -1)
     assert newer.base(0) == maker.manifest.digest
     archive_goes_back(stage, newer)
-    (current,) = Generation.kept(stage, RecordCheck(RUN, 0, newer, maker.layout))
+    (current,) = whole(stage, maker, newer)
     assert current.head.round == -1
 
 

@@ -354,10 +354,9 @@ class _Exchange:
     def result(self, peer: str, heard: Collection[Vote]) -> AttemptResult:
         """The verdict as these votes show it; a record that is committed is logged."""
         decision = decide(self._voters, heard)
-        record: bytes | None = None
-        if self.record is not None and decision.digest == self.record.digest:
+        logged = self.record is not None and decision.digest == self.record.digest
+        if self.record is not None and logged:
             self._group[peer].log.append(self.record)
-            record = b"record"
         own = self.votes.get(peer)
         missed = set(own.missed if own else ())
         if decision.verdict is Verdict.UNDECIDED:
@@ -365,8 +364,9 @@ class _Exchange:
         abort = b"" if own is None or own.digest is not None else _packed(own)
         return AttemptResult(
             verdict=decision.verdict,
-            record=record,
-            certificate=None if record is None else b"certificate",
+            record=None,
+            certificate=None,
+            logged=logged,
             abort=abort,
             blamed=self._blamed(peer, heard) if decision.verdict is Verdict.VOID else (),
             missed=() if decision.verdict is Verdict.COMMITTED else tuple(sorted(missed - {peer})),
@@ -552,8 +552,6 @@ class SimulatedAverager:
                 digest=head.digest,
                 anchor_sha256=head.digest,
                 chain_tokens=head.chain_tokens,
-                record=b"",
-                certificate=b"",
             )
             future.set(state)
 

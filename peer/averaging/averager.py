@@ -63,7 +63,7 @@ from dilocox.dht.node_process import (
 from dilocox.dht.reachability import PROBE_REFUSALS, Probe, find_reach
 from dilocox.dht.reconnect import Redialler, Targets
 from dilocox.dht.records import averaging_prefix
-from dilocox.dht.rpc import BYTE_KINDS, REFUSALS, Client, Counts
+from dilocox.dht.rpc import BYTE_KINDS, REFUSALS, CallRefused, Client, Counts
 from dilocox.dht.streams import open_streams
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.averaging.matchmaking import (
@@ -189,6 +189,7 @@ class StageAverager(PeerService, DecentralizedAverager):
         self._encoders: dict[object, StageEncoder] = {}
         self._asked_at = 0.0  # for the group that forms, or formed last
         self._committed: Plan | None = None  # the last one
+        self._found_state: StateFile | None = None  # with its record
         self._lacking = False  # whether its group was without somebody
         matchmaking_s = local.manifest.deadlines.matchmaking_s
         super().__init__(
@@ -511,7 +512,7 @@ class StageAverager(PeerService, DecentralizedAverager):
             sent_bytes = self.sent.read()["averaging"] - before
             self.limit.measured(sent_bytes, result.seconds, limit_s=setup.deadlines.exchange_s)
         result = await self._log_if_committed(result)
-        if result.verdict is Verdict.COMMITTED and result.record is not None:
+        if result.logged:
             attempt.record = None  # the log gives it from now on
         return result
 
@@ -536,9 +537,10 @@ class StageAverager(PeerService, DecentralizedAverager):
         return None
 
     async def _log_if_committed(self, result: AttemptResult) -> AttemptResult:
-        if result.record is not None and result.certificate is not None:
-            await self.in_pool(self.log.append, result.record, result.certificate)
-        return result
+        if result.record is None or result.certificate is None:
+            return result
+        await self.in_pool(self.log.append, result.record, result.certificate)
+        return replace(result, record=None, certificate=None, logged=True)
 
     # ---- in the averaging process: records and states --------------------------------------------
     @in_process
@@ -605,9 +607,12 @@ class StageAverager(PeerService, DecentralizedAverager):
 
         with self.counting_refusals():
             folder = self.local.folder / "log"
-            return await chain.state(
+            found = await chain.state(
                 peers[0], folder, after_round=after_round, on_chain=on_chain, hurry=hurry
             )
+        self._found_state = found
+        # its record, as large as an update, stays here
+        return replace(found, offer=replace(found.offer, record_bytes=b""))
 
     @in_process
     async def contributors(self, end: ChainEnd) -> frozenset[str]:
@@ -620,8 +625,11 @@ class StageAverager(PeerService, DecentralizedAverager):
         return await self.in_pool(self._take_state, found)
 
     def _take_state(self, found: StateFile) -> TakenState:
-        state = found.load(self._buffers.anchor, self._buffers.momentum)
-        self.log.start_from(state.record, state.certificate)
+        whole, self._found_state = self._found_state, None
+        if whole is None or whole.file != found.file:
+            raise CallRefused(f"{found.file} is not the state that was downloaded last")
+        state = whole.load(self._buffers.anchor, self._buffers.momentum)
+        self.log.start_from(whole.offer.record_bytes, whole.offer.certificate)
         return state
 
     def current_order(self) -> ExchangeOrder:

@@ -394,7 +394,7 @@ class ExchangeDriver:
             result is None
             or result.verdict is Verdict.UNDECIDED
             # the record comes through the chain, if at all
-            or (result.verdict is Verdict.COMMITTED and result.record is None)
+            or (result.verdict is Verdict.COMMITTED and not result.logged)
         ):
             if not job.undecided:
                 self._miss(job, () if result is None else result.missed)

@@ -48,7 +48,8 @@ from dilocox.peer.rounds.vote_count import MAX_MEMBERS
 # A message may come before its receiver has heard that the group stands: its leader tells each
 # member the tickets of all, over a slow link one after the other.
 GROUP_WAIT_S, LATE_GROUP_S = 5.0, 30.0
-ATTEMPTS_KEPT = 4  # so that members can fetch averaged parts and votes after the end
+ATTEMPTS_KEPT = 4  # so that members can fetch votes after the end
+MEANS_KEPT = 2  # attempts, of a round, of which they can fetch averaged parts, too
 CREDIT_EVERY_S = 10.0  # the last records are looked at
 DISCARD_LIMIT_S = 5.0
 HEARTBEAT_S = 0.5
@@ -359,6 +360,8 @@ class PeerService(StageServicer):
         self.attempts[group] = attempt
         while len(self.attempts) > ATTEMPTS_KEPT:
             del self.attempts[next(iter(self.attempts))]
+        for over in list(self.attempts.values())[:-MEANS_KEPT]:
+            over.forget()
 
     async def in_pool(self, function: Callable[..., T], *arguments: Any) -> T:
         """Run something slow beside the event loop, so that heartbeats go on."""

@@ -137,8 +137,6 @@ class TakenState:
     digest: str
     anchor_sha256: str
     chain_tokens: int
-    record: bytes
-    certificate: bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,8 +182,6 @@ class StateFile:
             digest=offer.digest,
             anchor_sha256=anchor_sha256(anchor),
             chain_tokens=offer.record.chain_tokens,
-            record=offer.record_bytes,
-            certificate=offer.certificate,
         )
 
 

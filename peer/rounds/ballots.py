@@ -152,13 +152,13 @@ class Ballots:
         self._save_vote = save_vote
         self._held: dict[bytes, SignedVote] = {}
 
-    def cast(self, digest: str | None, missed: tuple[str, ...]) -> bytes:
-        """Sign the one final vote, put it on disk, and return its bytes."""
+    def sign(self, digest: str | None, missed: tuple[str, ...]) -> bytes:
+        """Sign the one final vote, put it on disk, which may take seconds, and return its bytes. It
+        counts once it is received.
+        """
         vote = Vote(voter=self.identity.peer_id, digest=digest, missed=missed)
-        signed = self.ballot.sign(vote, self.identity)
-        data = signed.to_bytes()
+        data = self.ballot.sign(vote, self.identity).to_bytes()
         self._save_vote(self.ballot.round, self.ballot.attempt, data)
-        self._hold(data, signed)
         return data
 
     def receive(self, data: bytes) -> None:
@@ -175,9 +175,6 @@ class Ballots:
         if digest in before or len(before) == 2:
             return  # looking at the signature of each would take all the time
         self.ballot.check(signed)
-        self._hold(data, signed)
-
-    def _hold(self, data: bytes, signed: SignedVote) -> None:
         self._held[data] = signed
         self.decision = decide(self.ballot.voters, (held.vote for held in self._held.values()))
 

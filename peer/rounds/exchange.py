@@ -96,6 +96,13 @@ class Attempt:
         self.record: bytes | None = None  # as this member made it, for those that lack parts
         self.digest: str | None = None
 
+    def forget(self) -> None:
+        """Free means and record, which are as large as an update: the attempt is long over, and
+        kept for its votes.
+        """
+        self.record = None
+        self._shares.means.clear()
+
     # ---- what others tell us ---------------------------------------------------------------------
     @property
     def members(self) -> tuple[str, ...]:
@@ -362,7 +369,9 @@ class Attempt:
 
     async def _decide(self, record: bytes | None) -> AttemptResult:
         self.record = record
-        self.digest = None if record is None else digest_of(record)
+        # both this and a vote on its way to the disk may take longer than others wait for a word
+        compute = self._group.compute
+        self.digest = None if record is None else await compute(digest_of, record)
         if record is not None:
             await self._compare_means()
         unlike = self._shares.unlike() - {self._setup.me}
@@ -376,9 +385,9 @@ class Attempt:
                 "%s sent different averages to different peers", ", ".join(sorted(two_faced))
             )
         agreed = record is not None and not unlike and not two_faced
-        vote = self.ballots.cast(
-            self.digest if agreed else None, () if agreed else tuple(sorted(self._missed()))
-        )
+        missed = () if agreed else tuple(sorted(self._missed()))
+        vote = await compute(self.ballots.sign, self.digest if agreed else None, missed)
+        self.ballots.receive(vote)
         self._group.notify()
         group, send = self._group, self._transport.send_votes
         sending = [
@@ -480,13 +489,15 @@ class Attempt:
         """Read the verdict; fetch the committed record from its voters where it is not here."""
         verdict, chosen = self.ballots.decision.verdict, self.ballots.decision.digest
         committed = verdict is Verdict.COMMITTED
+        # before anything is waited for, since a member that votes twice then counts no more
+        certificate = None if chosen is None else self.ballots.certificate()
         if chosen is not None and chosen != self.digest:
             self.record = await self._fetch_record(chosen, deadline)
         return AttemptResult(
             verdict=verdict,
             record=self.record if chosen is not None else None,
             digest=chosen or "",
-            certificate=self.ballots.certificate() if chosen is not None else None,
+            certificate=certificate,
             abort=self.ballots.abort(),
             blamed=self.ballots.blamed() if verdict is Verdict.VOID else (),
             missed=tuple(sorted(self._held.passed_by if committed else self._told_missing())),
@@ -586,7 +597,7 @@ class Attempt:
         async def fetch(peer: str) -> None:
             limit_s = deadline - time.monotonic()
             data = await self._group.call(limit_s, self._transport.fetch_record, peer, digest)
-            if data is not None and digest_of(data) == digest:
+            if data is not None and await self._group.compute(digest_of, data) == digest:
                 found.append(data)
             self._group.notify()
 

@@ -154,12 +154,15 @@ class AttemptSetup:
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptResult:
-    """How an attempt ended. `record` stands where it was committed."""
+    """How an attempt ended. `record` stands where it was committed, until it is `logged`: it is as
+    large as the stage's update, and this goes to another process.
+    """
 
     verdict: Verdict
     record: bytes | None = field(repr=False)
     digest: str = ""  # of the record that was committed
     certificate: bytes | None = field(repr=False)
+    logged: bool = False
     abort: bytes = field(repr=False)  # this member's own, signed, for a repeated attempt
     blamed: tuple[str, ...] = ()  # peers it would leave out, as far as this member knows
     # by this one, or not heard to vote; of a committed one, those that gave means, but none to it

@@ -113,8 +113,6 @@ class Sending:
             digest=head.digest,
             anchor_sha256="a" * 64,
             chain_tokens=head.chain_tokens,
-            record=b"",
-            certificate=b"",
         )
 
 

@@ -147,7 +147,7 @@ def test_a_send_is_encoded_at_once_and_anew_when_its_ranks_and_basis_change() ->
 
 def test_a_send_whose_record_is_here_and_to_be_applied_is_not_encoded_again(world: World) -> None:
     plans = len(world.encoded)
-    world.answer.set_result(result(Verdict.COMMITTED, b"record"))
+    world.answer.set_result(result(Verdict.COMMITTED, logged=True))
     world.tick()
     world.chain.head.digest, world.chain.head.round = "b" * 64, 0
     world.tick_for(2.0)
@@ -175,7 +175,7 @@ def test_the_time_of_an_exchange_is_told_without_the_codec_and_stated_with_it(
 ) -> None:
     told = list[float]()
     world.chain.committed = lambda number, exchange_s, matchmaking_s: told.append(exchange_s)
-    world.answer.set_result(replace(result(Verdict.COMMITTED, b"record"), codec_s=50.0))
+    world.answer.set_result(replace(result(Verdict.COMMITTED, logged=True), codec_s=50.0))
     world.tick()
     assert told == [1.0]
     world.driver.closed_by_chain(0)
@@ -409,16 +409,17 @@ def last_record(*members: str, credited: int = 1) -> Any:
 
 def result(
     verdict: Verdict,
-    record: bytes | None = None,
+    logged: bool = False,
     missed: tuple[str, ...] = (),
     digest: str = "",
 ) -> AttemptResult:
     return AttemptResult(
         verdict=verdict,
         missed=missed,
-        record=record,
+        record=None,
         digest=digest,
         certificate=None,
+        logged=logged,
         abort=b"",
         members=("me",),
         seconds=1.0,
@@ -451,7 +452,7 @@ def test_who_was_missed_in_void_attempts_is_named_until_there_is_a_record_or_too
         answer.set_exception(TooFew("of those that must be there"))
         world.tick()
     else:
-        answer.set_result(result(Verdict.COMMITTED, b"record"))
+        answer.set_result(result(Verdict.COMMITTED, logged=True))
         world.tick()
         world.driver.closed_by_chain(1)
         world.chain.head.digest = "b" * 64
@@ -466,7 +467,7 @@ def test_who_gave_this_peer_no_mean_of_the_last_record_is_named_in_the_next_roun
     for number, (missed, named) in enumerate([(("keeper",), ("keeper",)), ((), ())]):
         answer, world.answer = world.answer, Future()
         digest = f"{number + 1:064x}"
-        answer.set_result(result(Verdict.COMMITTED, b"record", missed, digest))
+        answer.set_result(result(Verdict.COMMITTED, True, missed, digest))
         world.tick()
         world.driver.closed_by_chain(number)
         world.chain.head.digest = digest
@@ -554,7 +555,7 @@ def test_what_a_peer_states_of_its_exchange_is_the_exchange_alone() -> None:
         0, replace(FACTS, stall_s=0.0), scheduled_at=world.clock.now + 40.0, states_taken=0
     )
     world.tick_for(40.0)
-    world.answer.set_result(result(Verdict.COMMITTED, b"record"))
+    world.answer.set_result(result(Verdict.COMMITTED, logged=True))
     world.tick_for(60.0)
     world.driver.closed_by_chain(0)
     world.driver.submit(1, FACTS, scheduled_at=world.clock.now, states_taken=0)

@@ -267,8 +267,6 @@ def test_who_takes_a_state_to_save_bytes_hears_from_the_headers_what_became_of_i
         digest=digest,
         anchor_sha256="a" * 64,
         chain_tokens=9,
-        record=b"",
-        certificate=b"",
     )
     behind.unsettled = (2, 1)
     behind.answers = [nothing(costly=True, told=told), "its file"]

@@ -29,7 +29,7 @@ from dilocox.dht.rpc import (
     request_of,
 )
 from dilocox.peer.averaging.averager import StageBuffers
-from dilocox.peer.averaging.service import NoSuchGroup, PeerService, refusal
+from dilocox.peer.averaging.service import ATTEMPTS_KEPT, NoSuchGroup, PeerService, refusal
 from dilocox.peer.chain.uploads import Source
 from dilocox.peer.rounds.exchange import Attempt
 from dilocox.peer.rounds.group import ShareRefused
@@ -73,6 +73,10 @@ class FakeAttempt:
         self.stranger: Exception | None = None
         self.taken: list[tuple[int, bytes]] = []
         self.came: list[tuple[int, str, int, int]] = []
+        self.forgotten = False
+
+    def forget(self) -> None:
+        self.forgotten = True
 
     def has_part(self, part: int, kind: str) -> bool:
         return part < 2
@@ -127,6 +131,15 @@ def push(service: PeerService, payload: bytes, **header: Any) -> None:
 
 def counted(counts: Counts) -> dict[str, int]:
     return {name: count for name, count in counts.read().items() if count}
+
+
+def test_attempts_that_are_over_keep_no_means(service: PeerService) -> None:
+    """Of a billion parameters each held half a gigabyte or more, for hours."""
+    attempts = [FakeAttempt() for _ in range(6)]
+    for number, attempt in enumerate(attempts):
+        service.begin_attempt(bytes([number]), cast("Attempt", attempt))
+    assert len(service.attempts) == ATTEMPTS_KEPT
+    assert [each.forgotten for each in attempts] == [True] * 4 + [False] * 2
 
 
 def test_parts_that_come_are_counted_as_averaging(service: PeerService) -> None:

@@ -115,8 +115,8 @@ class Kept:
         async def take() -> tuple[int, ...]:
             with contextlib.suppress(NoState):
                 found = await chain.state(ME, folder, after_round=-1, on_chain=on_any_chain)
-                state = found.load(anchor, momentum)
-                log.start_from(state.record, state.certificate)
+                found.load(anchor, momentum)
+                log.start_from(found.offer.record_bytes, found.offer.certificate)
             before = log.head().round
             await chain.catch_up(log, claim.digest)
             return tuple(number for number in log.rounds() if number > before)

@@ -28,7 +28,7 @@ from dilocox.peer.rounds.record import Contribution, RecordRefused
 from dilocox.peer.rounds.standing import Standing
 from dilocox.peer.rounds.vote_count import Verdict, Vote
 from tests.peer.members import template
-from tests.peer.rounds.voters import BALLOT, KEYS, A, B, C, D, Z, ballots_of, log_of
+from tests.peer.rounds.voters import BALLOT, KEYS, A, B, C, D, Z, ballots_of, cast, log_of
 
 D1, D2 = "1" * 64, "2" * 64
 KEY_OF = {identity.peer_id: identity for identity in KEYS}
@@ -224,19 +224,19 @@ def test_a_certificate_that_proves_nothing_is_refused(data: bytes, reason: str) 
 # ---- the votes at hand ---------------------------------------------------------------------------
 def test_a_vote_is_on_disk_before_it_is_given_away(tmp_path: Path) -> None:
     own, *_ = ballots_of(KEYS[:3], tmp_path)
-    vote = own.cast(D1, ())
+    vote = cast(own, D1, ())
     assert log_of(tmp_path, KEYS[0]).own_vote(3, 0) == vote
     assert own.voted() == {A}
 
 
 def test_a_majority_commits_and_its_votes_certify_the_record(tmp_path: Path) -> None:
     first, second, third = ballots_of(KEYS[:3], tmp_path)
-    own = first.cast(D1, ())
+    own = cast(first, D1, ())
     assert first.decision.verdict is Verdict.UNDECIDED
     with pytest.raises(ValueError, match="do not commit"):
         first.certificate()
-    first.receive(third.cast(None, (B,)))
-    first.receive(vote := second.cast(D1, ()))
+    first.receive(cast(third, None, (B,)))
+    first.receive(vote := cast(second, D1, ()))
     first.receive(vote)  # twice is once
     assert (first.decision.verdict, first.decision.digest) == (Verdict.COMMITTED, D1)
     assert first.voters_for(D1) == {A, B}
@@ -254,10 +254,10 @@ def test_a_crowd_of_new_members_commits_nothing_voids_nothing_and_blames_nobody(
     voters = frozenset({A, B})
     own, second, *_ = held = ballots_of(KEYS, tmp_path, voters=voters)
     for other in held[2:]:
-        own.receive(other.cast(D2, ()))
+        own.receive(cast(other, D2, ()))
     assert own.decision.verdict is Verdict.UNDECIDED
-    second.receive(own.cast(D1, ()))
-    own.receive(second.cast(D1, ()))
+    second.receive(cast(own, D1, ()))
+    own.receive(cast(second, D1, ()))
     assert own.decision.digest == D1, "both that count"
     proof = own.certificate()
     members = tuple(Contribution(peer=key.peer_id, tokens=1) for key in KEYS)
@@ -268,7 +268,7 @@ def test_a_crowd_of_new_members_commits_nothing_voids_nothing_and_blames_nobody(
         check_certificate(everybody, D1, proof)
 
     other = ballots_of(KEYS, tmp_path / "aborts", voters=voters, attempt=1)
-    aborts = [each.cast(None, tuple(sorted(voters))) for each in other[2:]]
+    aborts = [cast(each, None, tuple(sorted(voters))) for each in other[2:]]
     for abort in aborts:
         other[0].receive(abort)
     assert other[0].decision.verdict is Verdict.UNDECIDED
@@ -315,7 +315,7 @@ def test_a_member_that_signs_one_abort_after_the_other_fills_nobodys_memory(tmp_
 
 def test_who_was_missed_by_the_others_is_left_out_of_the_repeated_attempt(tmp_path: Path) -> None:
     first, second, third, fourth = ballots_of(KEYS[:4], tmp_path)
-    votes = [ballots.cast(None, (D,)) for ballots in (first, second, third)]
+    votes = [cast(ballots, None, (D,)) for ballots in (first, second, third)]
     for ballots in (first, second, third, fourth):
         for vote in votes:
             ballots.receive(vote)
@@ -328,8 +328,8 @@ def test_who_was_missed_by_the_others_is_left_out_of_the_repeated_attempt(tmp_pa
 
 def test_a_voter_that_commits_is_not_among_the_aborts(tmp_path: Path) -> None:
     first, second = ballots_of(KEYS[:2], tmp_path)
-    first.receive(second.cast(D1, ()))
-    first.cast(None, (B,))
+    first.receive(cast(second, D1, ()))
+    cast(first, None, (B,))
     assert excluded(first.abort(), members=(A, B)) == [B], "the silent one goes first"
     assert second.abort() == b""
 
@@ -338,7 +338,7 @@ def test_aborts_that_are_malformed_forged_or_of_another_round_exclude_nobody(
     tmp_path: Path,
 ) -> None:
     own, *_ = ballots_of(KEYS[:3], tmp_path)
-    own.cast(None, (B,))
+    cast(own, None, (B,))
     sound = own.abort()
     assert excluded(sound)
     forgery = bytearray(sound)
@@ -347,5 +347,5 @@ def test_aborts_that_are_malformed_forged_or_of_another_round_exclude_nobody(
         assert excluded(wrong) == []
     for changes in ({"run": "other"}, {"stage": 1}, {"round": 4}):
         other, *_ = ballots_of(KEYS[:3], tmp_path / str(changes), **changes)
-        other.cast(None, (B,))
+        cast(other, None, (B,))
         assert excluded(other.abort()) == []

@@ -10,6 +10,7 @@ import weakref
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from dilocox.compression.group_quantization import PayloadRefused
 from dilocox.dht.identity import Identity
+from dilocox.peer.chain.store import RoundLog
 from dilocox.peer.rounds.exchange import Attempt
 from dilocox.peer.rounds.group import Mean, ShareRefused
 from dilocox.peer.rounds.shares import decode, encode
@@ -28,6 +30,7 @@ from tests.peer.members import (
     THIN_S,
     VOTE_S,
     Group,
+    Link,
     blamed,
     digests,
     everything,
@@ -306,6 +309,57 @@ def test_a_member_that_answers_with_nonsense_does_not_keep_others_from_hearing_a
 
     cut = set[str]()
     asyncio.run(go())
+
+
+def test_a_voter_that_changes_its_mind_takes_no_committed_record_back(
+    identities: list[Identity], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While another member fetched the record, which it could not prove any more."""
+    group = Group(
+        identities[:3],
+        tmp_path,
+        passes=lambda _, receiver, kind: receiver != lacking or kind not in ("mean0", "fetch"),
+    )
+    lacking, liar = group.peers[0], group.attempts[group.peers[2]]
+    fetch = Link.fetch_record
+
+    async def then_abort(link: Link, peer: str, digest: str) -> bytes | None:
+        record = await fetch(link, peer, digest)
+        group.attempts[lacking].on_votes([liar.ballots.sign(None, (group.peers[1],))])
+        return record
+
+    monkeypatch.setattr(Link, "fetch_record", then_abort)
+    result = asyncio.run(group.run())[0]
+    assert result is not None and result.verdict is Verdict.COMMITTED
+    assert result.record is not None and result.certificate is not None
+
+
+def test_a_disk_that_is_slow_to_take_a_vote_silences_nobody(
+    identities: list[Identity], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may write a snapshot; the others took this member for dead."""
+    save, gaps = RoundLog.save_vote, [0.0]
+
+    def slow(log: RoundLog, *vote: Any) -> None:
+        time.sleep(0.7)
+        save(log, *vote)
+
+    async def go() -> None:
+        async def watch() -> None:
+            last = time.monotonic()
+            while True:
+                await asyncio.sleep(0.01)
+                gaps.append(time.monotonic() - last)
+                last += gaps[-1]
+
+        watching = asyncio.create_task(watch())
+        record_of(group, await group.run())
+        watching.cancel()
+
+    monkeypatch.setattr(RoundLog, "save_vote", slow)
+    group = Group(identities[:2], tmp_path, passes=everything)
+    asyncio.run(go())
+    assert max(gaps) < 0.5, "heartbeats wait for the disk"
 
 
 def test_a_malformed_part_leaves_its_sender_out_and_is_named_in_the_record(

@@ -29,7 +29,7 @@ from dilocox.peer.rounds.record import stage_codec
 from dilocox.peer.rounds.standing import MOST_TOKENS, Standing, following_standings
 from dilocox.peer.rounds.vote_count import MAX_MEMBERS, may_start
 from tests.peer.members import LAYOUT, template
-from tests.peer.rounds.voters import ballots_of
+from tests.peer.rounds.voters import ballots_of, cast
 
 MANIFEST = Manifest.from_dict({"name": "test", "model": "tiny", "end_tokens": 1000})
 CODEC = stage_codec(MANIFEST, LAYOUT)
@@ -364,8 +364,8 @@ def blaming(identities: list[Identity], folder: Path) -> tuple[list[str], bytes,
     """Three members; the first two missed the third."""
     names = [identity.peer_id for identity in identities[:3]]
     first, second, _ = ballots_of(identities[:3], folder)
-    first.receive(second.cast(None, (names[2],)))
-    first.cast(None, (names[2],))
+    first.receive(cast(second, None, (names[2],)))
+    cast(first, None, (names[2],))
     return names, first.abort(), second.abort()
 
 

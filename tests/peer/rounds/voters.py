@@ -41,3 +41,10 @@ def ballots_of(identities: list[Identity], folder: Path, **changes: Any) -> list
         Ballots(identity=identity, ballot=ballot, save_vote=log_of(folder, identity).save_vote)
         for identity in identities
     ]
+
+
+def cast(ballots: Ballots, digest: str | None, missed: tuple[str, ...]) -> bytes:
+    """A member's own vote, which counts from now on."""
+    vote = ballots.sign(digest, missed)
+    ballots.receive(vote)
+    return vote

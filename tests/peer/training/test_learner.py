@@ -407,8 +407,6 @@ def resynced(
         digest="5" * 64,
         anchor_sha256="a" * 64,
         chain_tokens=5_000,
-        record=b"",
-        certificate=b"",
     )
     return Resynced(state=state, fork_round=fork_round, told=told)
 

@@ -49,6 +49,7 @@ WALK_LIMIT_S = 4 * RECORDS_LIMIT_S  # the averager ends it by itself before
 PAUSE_AFTER_FAILURE_S = 1.0
 MAX_SLOW = 5  # then it is our own line that is slow
 PROVING_RECORDS = 2  # of a state: one names its anchor, the next what its momentum made of it
+COUNTED_S = 1.0
 MANY_ROUNDS = 100  # to catch up with so many takes a while
 
 
@@ -119,6 +120,8 @@ class ChainFollower:
             now=local.clock.monotonic,
         )
         self._book = ClaimBook(self._trust)
+        # of this look and record, until when: the claims that count
+        self._counted = SwarmView(me=""), "", 0.0, SwarmView(me="")
         self._follows = False  # since it took part in a record, or began
         self._asked = ""  # the peer that was asked for the last records or state
         self._donor, self.since_state = "", 0  # the peer that gave the last state
@@ -302,7 +305,13 @@ class ChainFollower:
         return ChainEnd(digest=claim.digest, round=claim.round, teller=teller)
 
     def _counting(self, view: SwarmView) -> SwarmView:
-        return self._trust.counting(view, self._log, self.head)
+        """A crowd of keys may claim thousands: of one look it is reckoned once a second."""
+        of, head, until, counting = self._counted
+        now = self._clock.monotonic()
+        if of is not view or head != self.head.digest or now > until:
+            counting = self._trust.counting(view, self._log, self.head)
+            self._counted = view, self.head.digest, now + COUNTED_S, counting
+        return counting
 
     def _best(self, view: SwarmView) -> ClaimRecord | None:
         other_chain = self._trust.other_chain(self._log, self.head)

@@ -19,6 +19,7 @@ from dilocox.peer.averaging.averager import AnchorLost, AnchorWrong, Applied
 from dilocox.peer.averaging.events import Committed, EventQueue, Resynced
 from dilocox.peer.averaging.follower import ChainFollower
 from dilocox.peer.chain.chain_client import ChainEnd, CountedRounds, NoState, Reached, TakenState
+from dilocox.peer.chain.fork_choice import Trust
 from dilocox.peer.rounds.record import RecordRefused
 from tests.clocks import TestClock
 from tests.peer.kept_chains import ChainMaker, manifest_of
@@ -444,3 +445,28 @@ def test_records_that_came_before_the_rest_was_cut_off_count(behind: Behind) -> 
     behind.look()
     assert behind.chain.head.round == 0
     assert behind.chain.last_record is not None
+
+
+def test_a_crowd_of_claims_is_not_reckoned_with_each_tick(
+    identities: list[Identity], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the most keys that a node keeps it takes half the time of a core, ten times a second."""
+    donor = ChainMaker(identities[0], tmp_path, manifest_of())
+    counting, calls = Trust.counting, list[float]()
+
+    def counted(*arguments: Any, **named: Any) -> SwarmView:
+        calls.append(clock.now)
+        return counting(*arguments, **named)
+
+    monkeypatch.setattr(Trust, "counting", counted)
+    clock = TestClock()
+    chain = follower(donor, SimpleNamespace(), EventQueue(), witness="QmWitness", clock=clock)
+    claim = ClaimRecord(round=0, digest="d" * 64, chain_tokens=99, record_bytes=1)
+    view = SwarmView(me=donor.peer, claims={f"Qm{n}": claim for n in range(8192)})
+    for _ in range(20):
+        chain.tick(view, exchanging=False)
+        assert not chain.behind(view)
+        clock.now += 0.1
+    assert 2 <= len(calls) <= 3
+    chain.tick(replace(view, claims={}), exchanging=False)
+    assert len(calls) <= 4, "the next look is reckoned at once"

@@ -10,8 +10,6 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -174,28 +172,6 @@ def window_limit(
     if limit_bytes is not None and on_cpu:
         room = min(room, limit_bytes - needs.of_machine(computes_on or device) + stored_bytes)
     return max(1, min(LARGEST_OWN_WINDOW, int(room / stored_bytes)))
-
-
-@contextmanager
-def gpu_memory(untried: Sequence[str]) -> Generator[None]:
-    """Where a GPU's memory is used up inside, raise EnvironmentFault, which names the remedy; of
-    the options that take less memory these were not given.
-
-    The peer ends as if it had been killed: nothing of the inner step in progress is written.
-    """
-    from dilocox.compression.low_rank import memory_is_full
-
-    try:
-        yield
-    except RuntimeError as error:
-        if not memory_is_full(error):
-            raise
-        option = f"start with {' and '.join(untried)}, which takes less, " if untried else ""
-        raise EnvironmentFault(
-            f"the GPU has no memory left for an inner step, which is dropped: {option}close other "
-            "programs that use it, host a smaller stage, or ask the operator for a smaller "
-            "batch.microbatch_size"
-        ) from error
 
 
 def available_bytes(groups: Path = GROUPS_FOLDER) -> int:

@@ -6,15 +6,6 @@ these have become more bytes than a state, the next generation is made beside it
 from this one by its records, but for the last two, which prove it (replay.py). No state is taken
 from a peer for that. Only a chain that cannot be followed any more (the peers' logs do not reach
 back so far, or it lost against one with more tokens) is replaced by the state of a peer.
-
-On disk a generation has all that a joiner needs, in a folder, complete once its name is a number:
-    state/00000000/  the state as in a peer's snapshot folder (snapshot_files.py); not there where
-                     the records begin at the initial weights
-    log/             the record that the state stands on and those after it, with certificates
-
-`OlderRecords` are those from before the current generation, for the history. Nobody needs them to
-go on: they are given only to peers that ask for `older` ones, to list a run from its first round,
-or to replay it. The oldest go first, to make room for newer ones.
 """
 
 from __future__ import annotations
@@ -23,255 +14,35 @@ import asyncio
 import contextlib
 import logging
 import random
-import shutil
-import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dilocox.dht.errors import InvalidInput, reason_of
-from dilocox.dht.files import make_folder, sync
+from dilocox.dht.errors import reason_of
+from dilocox.dht.files import make_folder
 from dilocox.dht.names import cut, shown_peer
 from dilocox.dht.records import ClaimRecord
 from dilocox.dht.rpc import REFUSED, CallRefused, Client
 from dilocox.dht.swarm_view import SwarmView, that_count
 from dilocox.peer.chain.chain_client import STATE_LIMIT_S, ChainClient, Compute, NoState, Reached
 from dilocox.peer.chain.fork_choice import ClaimBook, Trust, holders
+from dilocox.peer.chain.generation import Generation, OlderRecords
 from dilocox.peer.chain.record_check import RecordCheck
-from dilocox.peer.chain.replay import anchors_around, start_file
-from dilocox.peer.chain.rollback import STATE_NAME, archive_goes_back
-from dilocox.peer.chain.snapshot_files import (
-    STATE_FILE,
-    check_state,
-    chunk_digests,
-    made_whole,
-    write_facts,
-)
+from dilocox.peer.chain.replay import start_file
+from dilocox.peer.chain.rollback import archive_goes_back
 from dilocox.peer.chain.store import (
     INITIAL_NAME,
-    OLDER_NAME,
     TOKENIZER_NAME,
     KeptState,
-    RoundLog,
     Store,
-    Tip,
     kept_state,
 )
 from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.chain.uploads import Source, find_in_log, open_state
-from dilocox.peer.rounds.ballots import check_certificate
-from dilocox.peer.rounds.outer_step import outer_step
-from dilocox.peer.rounds.record import RecordRefused, RoundRecord, digest_of, parse_header
+from dilocox.peer.rounds.record import RecordRefused
 
 logger = logging.getLogger(__name__)
-
-
-class Generation:
-    """One generation; only its log grows.
-
-    state_round: of the record that the state stands on, -1 without a state. donor: the peer that
-    gave it, empty after a restart. proven: whether two records have shown the state to be right.
-    """
-
-    def __init__(self, folder: Path, check: RecordCheck, *, donor: str = ""):
-        self.folder = folder
-        self.number = int(folder.name)
-        self.donor = donor
-        self.states = folder / "state"
-        self.state = kept_state(self.states)
-        self.log = RoundLog(folder / "log", manifest_digest=check.root, codec=check.codec)
-        self.state_round = -1 if self.state is None else self.state.round
-        self.proven = self.state_round < 0
-        self.grown()
-
-    @classmethod
-    def begun(
-        cls,
-        folder: Path,
-        number: int,
-        check: RecordCheck,
-        state: tuple[Path, bytes, bytes] | None = None,
-        *,
-        before: Generation | None = None,
-        donor: str = "",
-    ) -> Generation:
-        """A new one from a checked state, whose file is moved into it, or from the initial weights.
-
-        state: the file, and record and certificate that it stands on. before: the one that has the
-        records after that. Raises EnvironmentFault if the disk is full.
-        """
-        final = folder / f"{number:08d}"
-        with made_whole(final) as partial:
-            if state is not None:
-                file, data, certificate = state
-                at = parse_header(data).round
-                kept, log = partial / "state" / STATE_NAME, Store(partial / "log")
-                make_folder(kept)
-                file.replace(kept / STATE_FILE)
-                sync(kept / STATE_FILE)
-                chunks = chunk_digests(kept / STATE_FILE)
-                write_facts(kept, at, digest_of(data), chunks)
-                make_folder(partial / "log")
-                log.write(at, data, certificate)
-                if before is not None:
-                    log.share(before.log, [n for n in before.log.rounds() if n > at])
-        return cls(final, check, donor=donor)
-
-    @classmethod
-    def kept(cls, folder: Path, check: RecordCheck, older: OlderRecords) -> list[Generation]:
-        """Those in a folder that are whole, oldest first; the others, whose records `older` takes
-        over, and halves are removed.
-        """
-        make_folder(folder)
-        found: list[Generation] = []
-        for path in sorted(folder.iterdir()):
-            if path.name.endswith(".partial"):
-                shutil.rmtree(path, ignore_errors=True)
-            elif path.name.isdecimal():
-                try:
-                    found.append(cls._whole(path, check))
-                except (ValueError, InvalidInput, OSError) as error:
-                    logger.warning("%s: damaged (%s), left out", path, error)
-                    older.salvage(Store(path / "log"))
-                    shutil.rmtree(path, ignore_errors=True)
-        return found
-
-    @classmethod
-    def _whole(cls, folder: Path, check: RecordCheck) -> Generation:
-        """Raises InvalidInput, OSError and ValueError (RecordRefused among them)."""
-        made = cls(folder, check)
-        state, rounds, previous = made.state, made.log.rounds(), check.root
-        if state is not None:
-            check_state(state.file.parent)
-            if made.log.find(state.digest) != state.round or state.round != rounds[0]:
-                raise RecordRefused("its records do not begin at its state")
-        for number in rounds:
-            data = made.log.read_bytes(number)
-            certificate = made.log.certificate(number)
-            if data is None or certificate is None:
-                raise RecordRefused(f"round {number} is not whole")
-            check_certificate(parse_header(data), digest_of(data), certificate)
-            if number != made.state_round and parse_header(data).previous != previous:
-                raise RecordRefused(f"round {number} does not follow the one before it")
-            previous = digest_of(data)
-        return made
-
-    @property
-    def records_after(self) -> int:
-        return len(self.following())
-
-    @property
-    def bytes_after(self) -> int:
-        entries = self.log.entries()
-        return sum(each.record_bytes for each in entries if each.round > self.state_round)
-
-    def grown(self) -> None:
-        self.head: Tip = self.log.head()
-        self.last: RoundRecord | None = self.log.header(self.head.round)
-
-    def proved(self, check: RecordCheck) -> bool | None:
-        """Whether the state is the one its records apply to; None while they are fewer than two.
-
-        Takes the time of decoding a record and reading the state once.
-        """
-        following = self.following()[:2]
-        if self.state is None or len(following) < 2:
-            return None
-        second = self.log.header(following[1])
-        if second is None:
-            raise RecordRefused(f"{self.folder}: a record vanished")
-        first, found = self._around(following[0], self.state.file, check)
-        return found == (first.anchor_before, second.anchor_before)
-
-    def move(self, file: Path, number: int, check: RecordCheck) -> None:
-        """Apply the record of this round to the file of a state that stands on the one before.
-
-        Raises RecordRefused if it applies to another anchor, EnvironmentFault if the disk is full.
-        """
-        record, (before, _) = self._around(number, file, check, move=True)
-        if before != record.anchor_before:
-            raise RecordRefused(f"{self.folder}: round {number} applies to another anchor")
-
-    def _around(
-        self, number: int, file: Path, check: RecordCheck, *, move: bool = False
-    ) -> tuple[RoundRecord, tuple[str, str]]:
-        record = self.log.read(number)
-        if record is None:
-            raise RecordRefused(f"{self.folder}: a record vanished")
-        outer = outer_step(check.manifest, record.rules)
-        return record, anchors_around(file, record.average(check.codec), outer, move=move)
-
-    def remove(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def following(self) -> list[int]:
-        return [number for number in self.log.rounds() if number > self.state_round]
-
-
-class OlderRecords:
-    """Records that end where a generation begins; empty where its chain is not theirs."""
-
-    def __init__(self, folder: Path, keep_bytes: int):
-        """folder: of the stage. keep_bytes: of records, the newest four aside."""
-        self.records = Store(folder / OLDER_NAME)
-        self._keep_bytes = keep_bytes
-
-    def keep(self, log: Store) -> None:
-        """Take over all records of a generation that is given up for its state alone."""
-        self._take(log, log.rounds())
-
-    def salvage(self, log: Store) -> None:
-        """Take over the newest records of a damaged generation, from the first sound one back to
-        the next that is not: they say who made the chain.
-        """
-        sound, wanted = list[int](), ""
-        for number in reversed(log.rounds()):
-            try:
-                data, certificate = log.read_bytes(number), log.certificate(number)
-                if data is None or certificate is None:
-                    raise RecordRefused(f"round {number} is not whole")
-                digest, header = digest_of(data), parse_header(data)
-                check_certificate(header, digest, certificate)
-            except (RecordRefused, OSError):
-                if sound:
-                    break
-                continue
-            if wanted not in ("", digest):
-                break
-            sound.append(number)
-            wanted = header.previous
-        self._take(log, sound)
-
-    def lead_to(self, generation: Generation, before: Generation | None = None) -> None:
-        """Be the records before this generation's first one.
-
-        before: the generation that it replaces; what is here ends where that begins. It may be
-            removed afterwards, and not sooner: a crash in between costs nothing.
-        """
-        first = next(iter(generation.log.entries()), None)
-        header = None if first is None or generation.state_round < 0 else first.header()
-        if first is None or header is None:  # it begins at the initial weights
-            self.records.drop_from(0)
-            return
-        log = None if before is None else before.log
-        for source in (log, self.records):
-            newest = None if source is None else source.newest()
-            if source is None or newest is None:
-                continue
-            if source.find(first.digest) is not None or newest.digest == header.previous:
-                if before is not None and source is log:
-                    if before.state_round < 0:
-                        self.records.drop_from(0)  # that one has all of its chain
-                    self._take(source, [n for n in source.rounds() if n < first.round])
-                self.records.drop_from(first.round)
-                return
-        self.records.drop_from(0)
-
-    def _take(self, log: Store, rounds: list[int]) -> None:
-        self.records.share(log, rounds)
-        self.records.prune(sys.maxsize, self._keep_bytes)
-
 
 RECORDS_AFTER_STATE = (8, 64)  # a joiner applies each of them
 TRIED_AT_ONCE = 3  # claims: one that is a lie must not hide the others
@@ -297,6 +68,7 @@ class StageArchive:
         keep_bytes: int,
         client: Client,
         compute: Compute,
+        copies: frozenset[str] = frozenset(),
         replaying: asyncio.Lock | None = None,
         records_after_state: tuple[int, int] = RECORDS_AFTER_STATE,
         pause_s: float = PAUSE_S,
@@ -304,8 +76,9 @@ class StageArchive:
     ):
         """Takes up what is on the disk; slow. Raises EnvironmentFault.
 
-        witness: as for Trust. keep_bytes: of records from before the current generation. replaying:
-        held while a state is moved on, which takes long and an average of the stage in memory.
+        witness: as for Trust. copies: other bootstraps, of the operator's own one alone.
+        keep_bytes: of records from before the current generation. replaying: held while a state is
+        moved on, which takes long and an average of the stage in memory.
         records_after_state: a newer state is made when more than the first number have come and are
         more bytes than a state, or more than the second. pause_s: after a state that could not be
         had.
@@ -337,7 +110,13 @@ class StageArchive:
         self._building: asyncio.Task[Generation] | None = None
         self._replaces = False  # what is being built: the chain, and not only the state
         self._not_before = 0.0
-        self._trust = Trust(me=me, witness=witness, record_lifetime_s=record_lifetime_s, now=now)
+        self._trust = Trust(
+            me=me,
+            witness=witness,
+            stand_ins=copies if me == witness else frozenset(),
+            record_lifetime_s=record_lifetime_s,
+            now=now,
+        )
         self._book = ClaimBook(self._trust)
 
     @property

@@ -111,6 +111,7 @@ class Keeper:
         manifest: Manifest,
         folder: Path,
         history: HistoryKeeper | None = None,
+        copies: frozenset[str] = frozenset(),
     ):
         self.claims: Mapping[int, ClaimRecord] = {}
         self.served: Counter[str] = Counter()
@@ -119,6 +120,7 @@ class Keeper:
         self._run = run
         self._me = me
         self._witness = witness
+        self._copies = copies
         self._manifest = manifest
         self._folder = folder
         self._history = history
@@ -291,6 +293,7 @@ class Keeper:
                     record_bytes=check.record_bytes,
                 ),
                 compute=self._compute,
+                copies=self._copies,
                 replaying=self._replaying,
             )
 
@@ -361,7 +364,10 @@ class Archive:
         self._run = run
         self._manifest = manifest
         self._history = history
-        self._new_keeper = partial(Keeper, run, me, witness, folder=folder, history=history)
+        copies = frozenset(dht.bootstraps)
+        self._new_keeper = partial(
+            Keeper, run, me, witness, folder=folder, history=history, copies=copies
+        )
         self._keeper: Keeper | None = None
         self._start_at = self._look_at = self._looked_at = float("-inf")
         self._told: dict[int, tuple[ClaimRecord, float]] = {}  # by stage, and when

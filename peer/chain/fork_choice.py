@@ -94,8 +94,9 @@ class Trust:
     It no longer counts a peer that has been silent for a record lifetime; with none left, and
     before the first record, it believes the first sound record. Not so while the run is paused, or
     once it has ended: nobody trains then, and those that made the chain may all be gone. Nor where
-    it has lost the chain itself to a damaged disk: then those that made it must give it. It never
-    leaves a chain that it vouched for.
+    it has lost the chain itself to a damaged disk: then those that made it must give it. One that
+    begins anew elsewhere, beside copies of it, believes these, and waits a record lifetime for
+    them. It never leaves a chain that it vouched for.
 
     A peer that has been idle for a record lifetime, as a spare that no head takes, is in no
     exchange and claims no new record before others vouch for it. So it does not count beside peers
@@ -167,7 +168,7 @@ class Trust:
         if at_work or (is_witness and trains):
             credit = at_work
         if is_witness and not credit and ((trains and head.round >= 0) or not self.has_chain):
-            return view
+            return view if self.has_chain else self._first(view)
         if is_witness:
             credit = self._going_on(credit, view, head)
         behind, of_last, of_recent = Counter[str](), Counter[str](), Counter[str]()
@@ -196,6 +197,15 @@ class Trust:
             if each.digest in believed
         }
         return replace(view, claims=counting)
+
+    def _first(self, view: SwarmView) -> SwarmView:
+        """What a witness without any chain believes."""
+        claims = view.claims
+        of_copies = {claims[peer].digest for peer in self._stand_ins & claims.keys()}
+        if not of_copies and (not self._stand_ins or self.now() >= self._all_told_at):
+            return view
+        known = {peer: each for peer, each in claims.items() if each.digest in of_copies}
+        return replace(view, claims=known)
 
     def chosen(self, peers: Sequence[str], helpful: Collection[str], *, first: bool) -> str:
         """The peer to ask for something of the chain, of those that claim to have it.

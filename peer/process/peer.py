@@ -39,7 +39,6 @@ from dilocox.peer.memory_and_disk import (
     MemoryNeeds,
     available_bytes,
     check_memory,
-    gpu_memory,
     window_limit,
 )
 from dilocox.peer.options import PeerOptions
@@ -56,6 +55,7 @@ from dilocox.peer.state_folder import StateFolder
 from dilocox.peer.training.data import BATCH_WINDOWS, written_text
 from dilocox.peer.training.inner_optimizer import clip_factor
 from dilocox.peer.training.loop import Learner, Move, Revised
+from dilocox.peer.training.offload import gpu_memory
 from dilocox.peer.training.report import LoopMeter, Reporter
 from dilocox.peer.training.roles import Leading, Serving, train
 from dilocox.peer.training.snapshot_taking import Snapshots

@@ -13,9 +13,14 @@ microbatch, and a step that the CPU computes: see ZeRO-Offload (arXiv 2101.06840
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
+from dilocox.compression.low_rank import memory_is_full
+from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.manifest import InnerSpec
 from dilocox.peer.training.inner_optimizer import (
     AUTOCAST,
@@ -85,3 +90,23 @@ class _Gradient:
             self._master.grad = gradient
         else:
             self._master.grad.add_(gradient)
+
+
+@contextmanager
+def gpu_memory(untried: Sequence[str]) -> Generator[None]:
+    """Where a GPU's memory is used up inside, raise EnvironmentFault, which names the remedy; of
+    the options that take less memory these were not given.
+
+    The peer ends as if it had been killed: nothing of the inner step in progress is written.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not memory_is_full(error):
+            raise
+        option = f"start with {' and '.join(untried)}, which takes less, " if untried else ""
+        raise EnvironmentFault(
+            f"the GPU has no memory left for an inner step, which is dropped: {option}close other "
+            "programs that use it, host a smaller stage, or ask the operator for a smaller "
+            "batch.microbatch_size"
+        ) from error

@@ -50,6 +50,7 @@ class Kept:
         now: Callable[[], float] = time.monotonic,
         records_after_state: tuple[int, int] = (2, 2),
         witness: str = "",
+        copies: frozenset[str] = frozenset(),
     ):
         self.folder = folder
         self.swarm = MemorySwarm(**{donor.peer: donor.find for donor in donors})
@@ -58,6 +59,7 @@ class Kept:
             folder,
             me=ME,
             witness=witness,
+            copies=copies,
             check=CHECK,
             record_lifetime_s=record_lifetime_s,
             keep_bytes=keep_bytes,

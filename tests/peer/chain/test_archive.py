@@ -283,6 +283,27 @@ def test_the_operator_s_archive_that_lost_its_chain_takes_none_of_strangers(
     assert archive.look(donor, stranger, **lies, times=3) == donor.claim()
 
 
+def test_an_operator_s_archive_that_begins_anew_believes_its_copies(
+    donor: ChainMaker, identities: list[Identity], tmp_path: Path
+) -> None:
+    """Of a bootstrap that is started elsewhere with the run's key: strangers may be there first."""
+    stranger, clock = donor_of(identities[1], tmp_path / "stranger"), TestClock()
+    copy = "QmCopy"
+    donor.train(0, 1)
+    stranger.train(*range(6))
+    anew = partial(Kept, witness=ME, copies=frozenset({copy}), now=clock.monotonic)
+    kept = anew(tmp_path / "kept", donor, stranger)
+    kept.swarm.finds[copy] = donor.find
+    assert kept.look(stranger) is None
+    told: dict[str, Any] = {copy: donor.claim()}
+    assert kept.look(stranger, **told) == donor.claim()
+    assert kept.look(stranger) == donor.claim()
+    alone = anew(tmp_path / "alone", donor, stranger)
+    assert alone.look(donor) is None
+    clock.now += 61.0  # no copy is there
+    assert alone.look(donor) == donor.claim()
+
+
 def test_the_operator_s_archive_begins_and_tells_whatever_strangers_claim(
     donor: ChainMaker, tmp_path: Path
 ) -> None:

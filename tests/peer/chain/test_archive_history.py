@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dilocox.dht.identity import Identity
-from dilocox.peer.chain.archive import Generation, OlderRecords
+from dilocox.peer.chain.generation import Generation, OlderRecords
 from dilocox.peer.chain.replay import Replayed, replay
 from dilocox.peer.chain.snapshot_files import STATE_FILE
 from dilocox.peer.chain.store import OLDER_NAME, kept_run

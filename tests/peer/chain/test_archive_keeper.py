@@ -66,7 +66,7 @@ def test_no_fault_of_the_archive_leaves_its_tick(
 
     def of_bootstrap() -> Archive:
         return Archive(
-            dht=cast("Any", SimpleNamespace(run_coroutine=gone)),
+            dht=cast("Any", SimpleNamespace(run_coroutine=gone, bootstraps=())),
             swarm=cast("Any", None),
             run=RUN,
             me=ME,
@@ -109,7 +109,7 @@ def test_an_archive_tells_its_newest_round_and_hears_whether_the_run_trains(
         publish=lambda key, claim, *_: told.setdefault(key, claim),
     )
     kept = Archive(
-        dht=cast("Any", None),
+        dht=cast("Any", SimpleNamespace(bootstraps=())),
         swarm=cast("Any", swarm),
         run=RUN,
         me=ME,

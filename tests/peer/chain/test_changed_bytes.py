@@ -18,7 +18,7 @@ from dilocox.dht.identity import Identity
 from dilocox.dht.invite import run_id
 from dilocox.dht.manifest import SignedManifest
 from dilocox.dht.manifest_revisions import RevisionFolder, in_state, kept_manifest
-from dilocox.peer.chain.archive import Generation, OlderRecords
+from dilocox.peer.chain.generation import Generation, OlderRecords
 from dilocox.peer.chain.snapshot_files import (
     STATE_FACTS_FILE,
     Snapshot,

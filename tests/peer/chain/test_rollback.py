@@ -13,7 +13,7 @@ from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_revisions import back_to, in_state, revised
 from dilocox.peer.chain import rollback
-from dilocox.peer.chain.archive import Generation, OlderRecords
+from dilocox.peer.chain.generation import Generation, OlderRecords
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.replay import replay
 from dilocox.peer.chain.rollback import (

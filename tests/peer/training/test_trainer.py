@@ -14,9 +14,9 @@ import torch
 from dilocox.dht.errors import EnvironmentFault, UnreadableManifest
 from dilocox.peer.averaging.averager import AveragerStuck
 from dilocox.peer.averaging.coordinator import ChildDied
-from dilocox.peer.memory_and_disk import gpu_memory
 from dilocox.peer.training import roles
 from dilocox.peer.training.loop import Learner, Move, Revised
+from dilocox.peer.training.offload import gpu_memory
 from dilocox.peer.training.roles import Leading
 
 

@@ -491,13 +491,23 @@ class ReachWatch:
     reached: whether they did when it started; else nobody could try, and that is made up for soon.
     by_others: whether more than a bootstrap did. Until then others are asked, too, as at the start;
     from then on strangers can take nothing back. ask: begins a dial-back of one that others reached
-    before, or not; a future of `Reachability`. A laptop that moves must start anew: in a
-    swarm that takes it for reachable all others wait for it in vain.
+    before, or not; a future of `Reachability`. told: the addresses that others have of it. A laptop
+    that moves, or a line that gets another address, must start anew: in a swarm that takes it for
+    reachable all others wait for it in vain.
     """
 
-    def __init__(self, ask: Callable[[bool], Any], *, reached: bool, by_others: bool, now: float):
+    def __init__(
+        self,
+        ask: Callable[[bool], Any],
+        *,
+        reached: bool,
+        by_others: bool,
+        now: float,
+        told: Collection[str] = (),
+    ):
         """now: of the monotonic clock, as in `lost`."""
         self._ask = ask
+        self._told = {address.partition("/p2p/")[0] for address in told}
         self._reached = reached
         self._by_others = by_others
         self._asked: Any = None
@@ -516,7 +526,9 @@ class ReachWatch:
         reach = Reachability() if asked.exception() is not None else asked.result()
         self._reached |= reach.kind in REACHED
         self._by_others |= reach.kind in REACHED and reach.by_others
-        failed = reach.kind == "dial_out"
+        # where others come from they try its port, too, and may get in at an address nobody knows
+        known = not (self._told and reach.addresses) or self._told & set(reach.addresses)
+        failed = reach.kind == "dial_out" or (reach.kind in REACHED and not known)
         self._next = now + (CHECK_S if self._reached and not failed else CHECK_AGAIN_S)
         before, self._failed = self._failed, failed
         return failed and before

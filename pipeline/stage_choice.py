@@ -6,7 +6,9 @@ Why: a run has as many replicas as its emptiest stage has peers. All see about t
 would move at once, leaving another stage empty, and then all move back.
 How: from the same records every peer derives the same target and the same one mover, nobody moves
 to a stage that somebody is just joining, a move must level the stages (two peers apart or more, so
-the way back is never open), and all that must hold for several looks in a row.
+the way back is never open), and all that must hold for several looks in a row. Progress that is in
+no record stays behind with a move. So a peer with some waits until all of it was sent; but where a
+stage has nobody nothing is sent any more, and after many looks it goes all the same.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from dilocox.pipeline.candidates import Records
 
 LEVEL = 1  # stages whose peers differ by so many are level: a move would only swap them
 HOLD_LOOKS = 3
+LONG_LOOKS = 30  # with unsent progress: whoever left may only start again
 
 
 def choose_stage(records: Records, *, me: str, num_stages: int) -> int:
@@ -46,7 +49,8 @@ def next_move(records: Records, *, num_stages: int, turn: int) -> tuple[str, int
     """The one peer of the swarm that moves now, and the stage it moves to; None if none should.
 
     It is a spare in no replica, without unsent progress, of the fullest stage that has one, at
-    least two peers fuller than the emptiest stage. Nobody moves while a stage is unknown.
+    least two peers fuller than the emptiest stage; where that has nobody, and no such spare is
+    there, one with such progress. Nobody moves while a stage is unknown.
     """
     if any(stage not in records for stage in range(num_stages)):
         return None
@@ -55,45 +59,61 @@ def next_move(records: Records, *, num_stages: int, turn: int) -> tuple[str, int
     if any(record.state == "joining" for record in records[target].values()):
         return None
     free = [
-        (-counts[stage], _draw(peer, turn, target), peer)
+        (bool(record.tokens), -counts[stage], _draw(peer, turn, target), peer)
         for stage in range(num_stages)
         if counts[stage] - counts[target] > LEVEL
         for peer, record in records[stage].items()
-        if record.state == "spare" and not record.replica and not record.tokens
+        if record.state == "spare" and not record.replica
+        if not record.tokens or not counts[target]
     ]
-    return (min(free)[2], target) if free else None
+    return (min(free)[3], target) if free else None
 
 
 class Mover:
     """Tells one spare when to move; asked once at every look at the DHT.
 
-    hold: looks in a row that must name this peer and the same target.
+    hold: looks in a row that must name this peer and the same target; long: of one with unsent
+    progress.
     """
 
-    def __init__(self, *, me: str, stage: int, num_stages: int, hold: int = HOLD_LOOKS):
+    def __init__(
+        self,
+        *,
+        me: str,
+        stage: int,
+        num_stages: int,
+        hold: int = HOLD_LOOKS,
+        long: int = LONG_LOOKS,
+    ):
         self._me = me
         self._stage = stage
         self._num_stages = num_stages
         self._hold = hold
+        self._long = long
         self._target: int | None = None
         self._held = 0
 
-    def observe(self, records: Records, *, free: bool, turn: int) -> int | None:
+    def observe(
+        self, records: Records, *, free: bool, turn: int, unsent: bool = False
+    ) -> int | None:
         """The stage to move to now, or None.
 
-        free: whether this peer is a spare right now, in no replica and without unsent progress;
-        what the records say of it is older. turn: a number that all peers count alike and that
-        grows slowly, over many looks (the round, or run time in units of minutes): should the peer
-        whose turn it is not be able to move, another has its turn later.
+        free: whether this peer is a spare right now, in no replica and with no send under way, and
+        unsent: whether it has unsent progress; what the records say of it is older. turn: a number
+        that all peers count alike and that grows slowly, over many looks (the round, or run time in
+        units of minutes): should the peer whose turn it is not be able to move, another has its
+        turn later.
         """
         move = next_move(records, num_stages=self._num_stages, turn=turn) if free else None
         target = move[1] if move is not None and move[0] == self._me else None
         # Both would follow from an old record of its own under a stage that it has left.
         if target == self._stage or self._me not in records.get(self._stage, {}):
             target = None
+        if unsent and target is not None and live_peers(records[target]):
+            target = None
         self._held = self._held + 1 if target is not None and target == self._target else 1
         self._target = target
-        return target if self._held >= self._hold else None
+        return target if self._held >= (self._long if unsent else self._hold) else None
 
 
 def _draw(*what: object) -> bytes:

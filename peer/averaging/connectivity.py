@@ -40,6 +40,7 @@ class Connectivity:
             reached=local.reach.kind in REACHED,
             by_others=local.reach.by_others,
             now=local.clock.monotonic(),
+            told=local.addresses,
         )
 
     def look(self, view: SwarmView, proven: Collection[str] = ()) -> None:

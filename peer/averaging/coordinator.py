@@ -179,6 +179,7 @@ class Coordinator(threading.Thread):
         self._stopped_at: float | None = None
         self._led: tuple[str, ...] = ()  # its members, also once it is dissolved
         self.move_to: int | None = None
+        self.moves_with_progress = False
 
     # ---- for the training loop -------------------------------------------------------------------
     @property
@@ -467,9 +468,10 @@ class Coordinator(threading.Thread):
                 self.joined.set()
                 self.announce()
         elif self._mover is not None and not self._leaving:
-            free = not self.status.head and self.status.unsent_tokens == 0
-            turn = int(self._clock.time() / MOVE_TURN_S)
-            self.move_to = self._mover.observe(view.stages, free=free, turn=turn)
+            free = not self.status.head and self.status.in_flight is None
+            unsent, turn = self.status.unsent_tokens > 0, int(self._clock.time() / MOVE_TURN_S)
+            self.move_to = self._mover.observe(view.stages, free=free, turn=turn, unsent=unsent)
+            self.moves_with_progress = unsent
         end, witness = self._local.manifest.end_tokens, self._local.witness
         # before anybody is known a crowd would end what has not begun
         self._run_ended = said.says_ended(end, witness, by_peers=anybody_known(newest))

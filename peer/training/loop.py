@@ -224,6 +224,14 @@ class Learner:
         """Whether this peer learnt something that no record holds yet."""
         return self._merge.tokens > 0 or bool(self._merge.fly)
 
+    @property
+    def may_move(self) -> bool:
+        """Whether this peer may leave its stage for `move_to`: with nothing unsent, or where that
+        stage has nobody with no send under way.
+        """
+        stays = self._merge.fly if self._coordinator.moves_with_progress else self.unsent
+        return not stays
+
     def leave(self, *, ended: bool, limit_s: float = LEAVE_LIMIT_S) -> None:
         """Finish or abandon the exchange in flight, and keep everything on disk.
 

@@ -159,7 +159,7 @@ class Leading:
 
     def _move_if_asked(self) -> None:
         move = self._coordinator.move_to
-        if move is not None and not self._learner.unsent:
+        if move is not None and self._learner.may_move:
             raise Move(move)
 
     # ---- the replica -----------------------------------------------------------------------------
@@ -332,7 +332,7 @@ class Serving:
         self._reservation.open({"round": self._learner.round, "window": window})
         self._take(self._follower.turn(POLL_S))
         move = self._coordinator.move_to
-        if move is not None and not self._learner.unsent and self._reservation.state == "free":
+        if move is not None and self._learner.may_move and self._reservation.state == "free":
             self._reservation.shut("it moves to another stage")
             raise Move(move)
 

@@ -514,6 +514,26 @@ def test_a_peer_that_was_carried_elsewhere_is_lost_after_two_failures_in_a_row()
     assert lost == [False] * 7 + [True]
 
 
+def test_a_line_that_gets_another_address_is_lost_though_others_get_in_there() -> None:
+    """Under the old one, which the others know, nobody does."""
+    told, other = "/ip4/203.0.113.7/tcp/31338", "/ip4/203.0.113.8/tcp/31338"
+    for addresses, expected in (((told, other), False), ((other,), True), ((), False)):
+        reach, now = Reachability(kind="public", addresses=addresses), time.monotonic()
+        ask = Answering(reach, reach)
+        watch = ReachWatch(
+            ask,
+            reached=True,
+            by_others=True,
+            now=now,
+            told=(f"{told}/p2p/{peer_id_of(bytes(32))}",),
+        )
+        lost = list[bool]()
+        for _ in range(2):
+            now += CHECK_S + 1
+            lost += [watch.lost(now), watch.lost(now)]
+        assert lost == [False, False, False, expected]
+
+
 class Answering:
     """A swarm that answers at once; `asked`: whether each question was "again"."""
 

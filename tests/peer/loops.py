@@ -96,6 +96,7 @@ class FakeCoordinator:
         self.revised = self.paused = self.ending = self.stopped = False
         self.cannot_follow: UnreadableManifest | None = None
         self.move_to: int | None = None
+        self.moves_with_progress = False
         self.view = SwarmView(me=ME)
         self.undecided = False
         self.tokens_at_start = 0

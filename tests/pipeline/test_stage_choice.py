@@ -62,7 +62,9 @@ def test_joiners_spread_over_stages_that_are_equally_empty() -> None:
         (spares(1, 0), None),  # its own stage would be empty
         (spares(9, 0, 0), 1),
         ({0: {"a": in_replica("h"), "b": in_replica("h")}, 1: {}}, None),  # they are no spares
-        ({0: {"a": stage_record(tokens=5), "b": stage_record(tokens=1)}, 1: {}}, None),
+        # what these learnt is sent by no replica, since there is none
+        ({0: {"a": stage_record(tokens=5), "b": stage_record(tokens=1)}, 1: {}}, 1),
+        ({0: {n: stage_record(tokens=5) for n in "abc"}, 1: {"d": stage_record()}}, None),
         ({0: {"a": stage_record(state="left"), "b": stage_record()}, 1: {}}, None),
         (
             {0: spares(4)[0], 1: {"x": stage_record(state="joining")}},
@@ -113,6 +115,28 @@ def test_a_move_must_be_due_for_several_looks_in_a_row() -> None:
         mover.observe(swarm, free=True, turn=0),
     ]
     assert looks == [None] * 7 + [1]
+
+
+def test_to_a_stage_without_anybody_those_go_first_that_leave_nothing_behind() -> None:
+    swarm: Swarm = {0: {n: stage_record(tokens=n != "b") for n in "abcde"}, 1: {}}
+    assert {next_move(swarm, num_stages=2, turn=turn) for turn in range(40)} == {("b", 1)}
+
+
+def test_with_unsent_progress_a_move_waits_for_whoever_may_only_start_again() -> None:
+    swarm: Swarm = {0: {"me": stage_record(tokens=5), "x": in_replica("h")}, 1: {}}
+    mover = Mover(me="me", stage=0, num_stages=2, hold=1, long=4)
+
+    def looks(count: int) -> list[int | None]:
+        return [mover.observe(swarm, free=True, turn=0, unsent=True) for _ in range(count)]
+
+    assert looks(3) == [None] * 3
+    swarm[1] = {"y": stage_record(state="joining")}
+    assert looks(3) == [None] * 3
+    swarm[1] = {"y": stage_record(state="left")}
+    assert looks(4) == [None] * 3 + [1]
+    swarm[0] |= {n: in_replica("h") for n in "uvw"}
+    swarm[1] = {"y": stage_record()}
+    assert looks(9) == [None] * 9, "it is sent first"
 
 
 def test_a_peers_own_old_record_under_the_stage_it_left_moves_nobody() -> None:

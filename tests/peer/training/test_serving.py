@@ -250,6 +250,24 @@ def test_it_does_not_move_with_progress_that_no_record_holds(served: Server) -> 
         served.role.turn()
 
 
+def test_it_moves_with_it_to_a_stage_that_has_nobody_but_not_while_a_send_is_under_way(
+    served: Server,
+) -> None:
+    """Without peers in a stage there is no replica, and without one nothing is sent."""
+    served.loop.train()
+    served.loop.fake.due = (0, 1.0)
+    served.loop.learner.between_steps()
+    served.loop.train()
+    served.loop.fake.move_to, served.loop.fake.moves_with_progress = 0, True
+    served.role.turn()
+    (send,) = served.loop.model.merge.fly.values()
+    served.loop.fake.events.put(served.loop.committed(0, send.message, mine=True))
+    served.loop.learner.take_events()
+    assert served.loop.learner.unsent
+    with pytest.raises(Move):
+        served.role.turn()
+
+
 def test_it_does_not_move_once_a_head_has_reserved_or_taken_it(served: Server) -> None:
     served.role.turn()
     served.loop.fake.move_to = 0

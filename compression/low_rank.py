@@ -331,9 +331,11 @@ class LowRank:
     ) -> None:
         """Work on every factored matrix; on a device, whose memory training fills, one by one."""
         workers = self._workers if device is None else ALONE
-        workers.map(work, self._largest())
-        if device is not None and torch.device(device).type == "cuda":
-            torch.cuda.empty_cache()  # else blocks of the largest matrix stay with this process
+        try:
+            workers.map(work, self._largest())
+        finally:
+            if device is not None and torch.device(device).type == "cuda":
+                torch.cuda.empty_cache()  # else blocks of the largest matrix stay here
 
     def _largest(self) -> list[Factored]:
         """The factored matrices, the largest first."""

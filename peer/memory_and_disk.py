@@ -161,7 +161,7 @@ def window_limit(
     bytes are not known yet: as many as planned.
 
     Half of what is free on the device; on the CPU no more than what the limit leaves beside the
-    plan, which has one of them.
+    plan, which has one of them where the stage computes there.
 
     computes_on: the stage's device, where it is another one.
     """
@@ -170,7 +170,8 @@ def window_limit(
     free = available_bytes() if on_cpu else gpu_free_bytes(device) + gpu_cached_bytes(device)
     room = free / 2
     if limit_bytes is not None and on_cpu:
-        room = min(room, limit_bytes - needs.of_machine(computes_on or device) + stored_bytes)
+        planned = stored_bytes if (computes_on or device).type == "cpu" else 0
+        room = min(room, limit_bytes - needs.of_machine(computes_on or device) + planned)
     return max(1, min(LARGEST_OWN_WINDOW, int(room / stored_bytes)))
 
 

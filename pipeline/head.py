@@ -382,7 +382,7 @@ class Head:
                         losses[event.batch], moved_at = event.loss, self._clock()
                     if self._stopping():
                         return None
-                    if self._clock() - moved_at > limit_s:
+                    if event is None and self._clock() - moved_at > limit_s:
                         logger.warning("no validation loss: none of a batch in %.0f s", limit_s)
                         return None
         except Lost as lost:

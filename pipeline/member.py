@@ -333,8 +333,8 @@ class Member:
     # ---- evaluation ------------------------------------------------------------------------------
     @contextmanager
     def in_place(self) -> Generator[None]:
-        """For a while the stage has the weights of the anchor; inside of it another one costs
-        nothing, where to exchange them for each batch would take longer than to evaluate it.
+        """For a while the stage has the weights of the anchor. Inside of it another one costs
+        nothing: a head exchanges a billion of them once for all of its batches.
         """
         if self._in_place:
             yield

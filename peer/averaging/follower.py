@@ -13,9 +13,9 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dilocox.dht.errors import reason_of
@@ -45,12 +45,15 @@ from dilocox.peer.rounds.record import RecordRefused, RoundRecord
 
 logger = logging.getLogger(__name__)
 
-WALK_LIMIT_S = 4 * RECORDS_LIMIT_S  # the averager ends it by itself before
+WALK_LIMIT_S = 6 * RECORDS_LIMIT_S  # the averager ends two walks by itself before
 PAUSE_AFTER_FAILURE_S = 1.0
 MAX_SLOW = 5  # then it is our own line that is slow
 PROVING_RECORDS = 2  # of a state: one names its anchor, the next what its momentum made of it
 COUNTED_S = 1.0
 MANY_ROUNDS = 100  # to catch up with so many takes a while
+
+
+Claims = Mapping[str, ClaimRecord]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +123,8 @@ class ChainFollower:
             now=local.clock.monotonic,
         )
         self._book = ClaimBook(self._trust)
-        # of this look and record, until when: the claims that count
-        self._counted = SwarmView(me=""), "", 0.0, SwarmView(me="")
+        # of all claims, and until when: those that count on this record of ours
+        self._counted: tuple[Claims, str, float, Claims] = {}, "", 0.0, {}
         self._follows = False  # since it took part in a record, or began
         self._asked = ""  # the peer that was asked for the last records or state
         self._donor, self.since_state = "", 0  # the peer that gave the last state
@@ -308,10 +311,10 @@ class ChainFollower:
         """A crowd of keys may claim thousands: of one look it is reckoned once a second."""
         of, head, until, counting = self._counted
         now = self._clock.monotonic()
-        if of is not view or head != self.head.digest or now > until:
-            counting = self._trust.counting(view, self._log, self.head)
-            self._counted = view, self.head.digest, now + COUNTED_S, counting
-        return counting
+        if of is not view.claims or head != self.head.digest or now > until:
+            counting = self._trust.counting(view, self._log, self.head).claims
+            self._counted = view.claims, self.head.digest, now + COUNTED_S, counting
+        return replace(view, claims=counting)
 
     def _best(self, view: SwarmView) -> ClaimRecord | None:
         other_chain = self._trust.other_chain(self._log, self.head)

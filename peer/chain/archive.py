@@ -25,7 +25,14 @@ from dilocox.dht.names import cut, shown_peer
 from dilocox.dht.records import ClaimRecord
 from dilocox.dht.rpc import REFUSED, CallRefused, Client
 from dilocox.dht.swarm_view import SwarmView, that_count
-from dilocox.peer.chain.chain_client import STATE_LIMIT_S, ChainClient, Compute, NoState, Reached
+from dilocox.peer.chain.chain_client import (
+    STATE_LIMIT_S,
+    ChainClient,
+    Compute,
+    Limits,
+    NoState,
+    Reached,
+)
 from dilocox.peer.chain.fork_choice import ClaimBook, Trust, holders
 from dilocox.peer.chain.generation import Generation, OlderRecords
 from dilocox.peer.chain.record_check import RecordCheck
@@ -47,6 +54,7 @@ logger = logging.getLogger(__name__)
 RECORDS_AFTER_STATE = (8, 64)  # a joiner applies each of them
 TRIED_AT_ONCE = 3  # claims: one that is a lie must not hide the others
 PAUSE_S = 5.0
+LIMITS, BEFORE_ANY_RECORD = Limits(), Limits(all_headers_s=60.0)
 
 
 class StageArchive:
@@ -105,8 +113,6 @@ class StageArchive:
                 each.remove()
         if self._current.head.round >= 0:  # after what the others have between the two
             self._older.lead_to(self._current)
-        elif self._older.records.rounds():
-            self._say_what_is_lost()
         self._building: asyncio.Task[Generation] | None = None
         self._replaces = False  # what is being built: the chain, and not only the state
         self._not_before = 0.0
@@ -118,6 +124,7 @@ class StageArchive:
             now=now,
         )
         self._book = ClaimBook(self._trust)
+        self._say_what_is_lost()
 
     @property
     def round(self) -> int:
@@ -171,7 +178,9 @@ class StageArchive:
             await self._take_built()
             log, head = self._current.log, self._current.head
             lost = self._older.records
-            view = self._trust.counting(view, log, head, trains=trains, lost=lost)
+            view = self._trust.counting(
+                view, log, head, trains=trains, lost=lost, served=self._book.believed
+            )
             await self._follow(view)
             await self._prove()
             self._renew()
@@ -212,8 +221,9 @@ class StageArchive:
                 logger.error(
                     "alarm: %s: no records lead to round %d of %s, and those who made the chain "
                     "kept here do not claim it, so it is not taken; if the run went on while this "
-                    "bootstrap was away, and they have left, stop it, move %s elsewhere, and "
-                    "start it again: it begins with what peers have then",
+                    "bootstrap was away, and they have left, stop it and its copies, move %s "
+                    "elsewhere on all of them, and start them again: they begin with what peers "
+                    "have then",
                     self,
                     claim.round,
                     shown_peer(peer),
@@ -240,12 +250,15 @@ class StageArchive:
         second: Sequence[str] = (),
     ) -> Reached:
         try:
-            return await self._chain(peers).catch_up(generation.log, digest, second=second)
+            # where no chain is known anybody's headers are walked
+            limits = LIMITS if generation.head.round >= 0 else BEFORE_ANY_RECORD
+            chain = self._chain(peers, limits)
+            return await chain.catch_up(generation.log, digest, second=second)
         finally:
             generation.grown()
 
-    def _chain(self, peers: Sequence[str]) -> ChainClient:
-        return ChainClient(self._client, self._check, peers, compute=self._compute)
+    def _chain(self, peers: Sequence[str], limits: Limits = LIMITS) -> ChainClient:
+        return ChainClient(self._client, self._check, peers, compute=self._compute, limits=limits)
 
     def _cannot_follow(self, view: SwarmView, claim: ClaimRecord, reached: Reached) -> None:
         if not self._replaces:
@@ -417,14 +430,17 @@ class StageArchive:
         self._drop_building()
         self._current = Generation.begun(self._folder, old.number + 3, self._check)
         old.remove()
-        if self._older.records.rounds():
-            self._say_what_is_lost()
+        self._say_what_is_lost()
 
     def _say_what_is_lost(self) -> None:
+        lost = self._current.head.round < 0 and self._older.records.rounds()
+        if not (lost and self._trust.is_witness):
+            return
         logger.error(
-            "alarm: %s: what was kept is damaged; it takes the chain again from the peers that "
-            "made it, and from nobody else; if they have left for good, stop this bootstrap, move "
-            "%s elsewhere, and start it again: it begins with what peers have then",
+            "alarm: %s: what was kept cannot be used; it takes the chain again from the peers that "
+            "made it, and from nobody else; if they have left for good, stop this bootstrap and "
+            "its copies, move %s elsewhere on all of them, and start them again: they begin with "
+            "what peers have then",
             self,
             self._folder,
         )

@@ -120,7 +120,7 @@ class Reached:
     fork_digest: str = ""  # of their first record after it
     chain_tokens: int = 0  # of their chain, as its newest record says
     too_far: bool  # their log does not reach back to ours: a state is needed
-    costly: bool = False  # it may, but the records are more bytes than they may be
+    costly: bool = False  # it may, but at the cost of more bytes or time than were allowed
     told: CountedRounds | None = None  # by the headers, where the records were not taken
 
     @property
@@ -337,7 +337,8 @@ class ChainClient(HeaderClient):
             if limit_bytes is not None:
                 took_s = self._now() - began
                 far = back_to is None or told.round <= back_to or took_s > limit_s / 2
-                if took_s > limit_s or (total > limit_bytes and far):
+                late = took_s > limit_s and log.find(told.previous) is None
+                if late or (total > limit_bytes and far):
                     return missing, told.round, True
         known = log.find(missing[-1].previous if missing else digest)
         if known is None and not missing:

@@ -145,10 +145,12 @@ class Trust:
         *,
         trains: bool = True,
         lost: Store | None = None,
+        served: Callable[[ClaimRecord], bool] = lambda claim: True,
     ) -> SwarmView:
         """This look at the swarm, with the claims that count. trains: whether the run is neither
         paused nor ended, as far as the witness knows. lost: the records of a chain that it had to
-        give up, which say who made it while the log is empty.
+        give up, which say who made it while the log is empty. served: whether it is not known that
+        nobody has the record of a claim.
         """
         if not self._witness:
             return view
@@ -168,7 +170,7 @@ class Trust:
         if at_work or (is_witness and trains):
             credit = at_work
         if is_witness and not credit and ((trains and head.round >= 0) or not self.has_chain):
-            return view if self.has_chain else self._first(view)
+            return view if self.has_chain else self._first(view, served)
         if is_witness:
             credit = self._going_on(credit, view, head)
         behind, of_last, of_recent = Counter[str](), Counter[str](), Counter[str]()
@@ -184,7 +186,7 @@ class Trust:
         vouching = {peer: credit[peer] + (peer in last) for peer in view.claims}
         if told is not None and not is_witness:
             believed.add(told.digest)
-        elif not credit:
+        elif not credit and not is_witness:
             standing_in = self._stand_ins & view.claims.keys()
             believed |= {view.claims[peer].digest for peer in standing_in}
             vouching |= dict.fromkeys(standing_in, STAND_IN_WEIGHT)
@@ -198,10 +200,13 @@ class Trust:
         }
         return replace(view, claims=counting)
 
-    def _first(self, view: SwarmView) -> SwarmView:
-        """What a witness without any chain believes."""
+    def _first(self, view: SwarmView, served: Callable[[ClaimRecord], bool]) -> SwarmView:
+        """What a witness without any chain believes: its copies, if there are some, for a record
+        lifetime and as long as somebody has what they claim; else anybody.
+        """
         claims = view.claims
-        of_copies = {claims[peer].digest for peer in self._stand_ins & claims.keys()}
+        told = (claims[peer] for peer in self._stand_ins & claims.keys())
+        of_copies = {claim.digest for claim in told if served(claim)}
         if not of_copies and (not self._stand_ins or self.now() >= self._all_told_at):
             return view
         known = {peer: each for peer, each in claims.items() if each.digest in of_copies}

@@ -17,9 +17,10 @@ from __future__ import annotations
 import logging
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 
-from dilocox.dht.errors import InvalidInput
+from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.files import make_folder, sync
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.replay import anchors_around
@@ -111,7 +112,9 @@ class Generation:
                     found.append(cls._whole(path, check))
                 except (ValueError, InvalidInput, OSError) as error:
                     logger.warning("%s: damaged (%s), left out", path, error)
-                    older.salvage(Store(path / "log"))
+                    # to have them is worth no more than to go on
+                    with suppress(EnvironmentFault, ValueError):
+                        older.salvage(Store(path / "log"))
                     shutil.rmtree(path, ignore_errors=True)
         return found
 

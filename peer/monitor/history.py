@@ -46,7 +46,7 @@ from dilocox.peer.monitor.look import SwarmLook
 
 logger = logging.getLogger(__name__)
 
-VERSION = 3  # of the file
+VERSION = 4  # of the file
 MAX_POINTS = 1200  # of the curve
 WHOLE = 64  # of the first and of the newest rounds, each for itself
 MAX_SAMPLES = 720

@@ -93,6 +93,7 @@ class Attempt:
         self.running = False
         self._told: set[str] = set()  # members of our row whose votes the other rows have from us
         self._waited_out = False  # the exchange's time is over and means are missing
+        self._forgotten = False
         self.record: bytes | None = None  # as this member made it, for those that lack parts
         self.digest: str | None = None
 
@@ -100,7 +101,7 @@ class Attempt:
         """Free means and record, which are as large as an update: the attempt is long over, and
         kept for its votes.
         """
-        self.record = None
+        self._forgotten, self.record = True, None
         self._shares.means.clear()
 
     # ---- what others tell us ---------------------------------------------------------------------
@@ -109,7 +110,11 @@ class Attempt:
         return self._group.members
 
     def has_part(self, part: int, kind: str) -> bool:
-        """Whether the vectors are split into more parts (`kind`: part), or shares (row, mean)."""
+        """Whether the vectors are split into more parts (`kind`: part), or shares (row, mean), and
+        are taken still.
+        """
+        if self._forgotten:
+            return False
         if kind == "part":
             return part in self._setup.columns
         return kind in ("row", "mean") and self._shares.known(part)

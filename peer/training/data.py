@@ -44,12 +44,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dilocox.dht.errors import EnvironmentFault, InvalidInput
+from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import DataSpec
 from dilocox.dht.names import cut
 from dilocox.peer.averaging.data_lease import place_of, position_of
 from dilocox.peer.training.data_mixture import MixedSource, MixedStream, open_mixture
-from dilocox.peer.training.data_sources import DocumentStream, json_sha256, require_hub
+from dilocox.peer.training.data_sources import (
+    DocumentStream,
+    HubAway,
+    json_sha256,
+    require_hub,
+)
 from dilocox.pipeline.pretrained import split_commit
 from dilocox.pipeline.stage_worker import summed_loss
 
@@ -213,6 +218,13 @@ class _ReadAhead:
         """Whether `next` returns at once."""
         return not self._queue.empty()
 
+    def has(self, windows: int) -> bool:
+        """Whether so many are here, or as many as are read ahead, or nothing else will come."""
+        with self._queue.mutex:
+            items = list(self._queue.queue)
+        counts = [len(item.windows) for item in items if isinstance(item, _TokenBuffer)]
+        return len(items) == _BUFFERS_AHEAD or len(counts) < len(items) or sum(counts) >= windows
+
     def next(self) -> _TokenBuffer:
         item = self._queue.get()
         if isinstance(item, BaseException):
@@ -281,9 +293,7 @@ class _PartReader:
         while True:
             try:
                 buffer = next(made)
-            except EnvironmentFault as error:
-                if not any(each.spec.format == "hub" for each in self.source.sources):
-                    raise
+            except HubAway as error:
                 logger.warning("%s; trying again in %.0f s", error, pause_s)
                 end = time.monotonic() + pause_s
                 while time.monotonic() < end:
@@ -296,11 +306,11 @@ class _PartReader:
                 else:
                     made = self.buffers(newest.epoch, start=newest.start)
                 continue
+            if buffer is not None and again:  # it was given before
+                again = False
+                continue
             if buffer is not None:
                 newest, pause_s = buffer, FIRST_PAUSE_S
-                if again:  # it was given before
-                    again = False
-                    continue
             yield buffer
 
     def buffers(
@@ -403,12 +413,11 @@ class Corpus(Iterator[torch.Tensor]):
 
     @property
     def ready(self) -> bool:
-        """Whether a part is read, and the next microbatch is here, as far as it is in this buffer
-        and the next one.
-        """
-        return self._ahead is not None and (
-            self._used + self._microbatch_size <= len(self._buffer.windows) or self._ahead.ready
-        )
+        """Whether a part is read, and the next microbatch is here."""
+        if self._ahead is None:
+            return False
+        here = len(self._buffer.windows) - self._used
+        return here >= self._microbatch_size or self._ahead.has(self._microbatch_size - here)
 
     @property
     def epoch(self) -> int:

@@ -352,6 +352,10 @@ def require_hub(
         ) from error
 
 
+class HubAway(EnvironmentFault):
+    """The hub cannot be read now; it may be later."""
+
+
 @contextmanager
 def reading(spec: DataSpec) -> Generator[None, None, None]:
     """Turn what reading files or the hub raises into an EnvironmentFault that names the source."""
@@ -361,9 +365,12 @@ def reading(spec: DataSpec) -> Generator[None, None, None]:
         yield
     except (OSError, ValueError, dataset_errors.DatasetsError, hub_errors.HTTPError) as error:
         remedy = f"check that its files are whole and of the format that {spec.FORMAT} names"
+        kind = EnvironmentFault
         if spec.format == "hub":
             remedy = "check the network, and that HF_HOME names a folder that can be written"
-        raise EnvironmentFault(
+            if isinstance(error, OSError | hub_errors.HTTPError):
+                kind = HubAway
+        raise kind(
             f"{spec.SOURCE} {spec.source!r} cannot be read ({reason_of(error)}); {remedy}"
         ) from error
 

@@ -101,6 +101,8 @@ class Leading:
 
     def turn(self) -> None:
         paused, has_text = self._coordinator.paused, self._follow_lease()
+        if has_text and self._head.members and not paused:
+            has_text = self._gathered()  # else the step that is counted on would not be made
         stages = len(self._head.members)
         if paused or self._coordinator.stops(stages=stages, has_text=has_text):
             self._show_replica(PAUSED if paused else "")
@@ -117,7 +119,7 @@ class Leading:
             self._learner.publish()
             self._move_if_asked()
             return
-        if not self._gathered():
+        if not self._gathered():  # of a replica that has just been formed
             self._learner.stand_still()
             return
         self._inner_step()
@@ -422,7 +424,11 @@ def train(learner: Learner, role: Leading | Serving, stop: threading.Event) -> N
         learner.keep()
         raise
     ended = not stop.is_set() and move is None
-    role.release(ended=ended)
+    try:
+        role.release(ended=ended)
+    except (AveragerStuck, ChildDied, EnvironmentFault):
+        learner.keep()
+        raise
     learner.leave(ended=ended)
     if move is not None:
         raise move

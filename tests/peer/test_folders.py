@@ -236,7 +236,7 @@ def test_the_window_keeps_to_the_memory_limit(monkeypatch: pytest.MonkeyPatch) -
     # what a last stage stores lies in the machine's memory, where less is planned beside a GPU
     beside = NEEDS.beside_gpu + 3_000_000
     assert beside < NEEDS.on_cpu
-    assert window_limit(1_000_000, NEEDS, beside, CPU, computes_on=GPU) == 4
+    assert window_limit(1_000_000, NEEDS, beside, CPU, computes_on=GPU) == 3
     assert window_limit(1_000_000, NEEDS, beside, CPU) == 1
     monkeypatch.setattr(memory_and_disk, "available_bytes", lambda: 8_000_000)
     assert window_limit(1_000_000, NEEDS, NEEDS.on_cpu + 3e9, CPU) == 4  # the machine has less

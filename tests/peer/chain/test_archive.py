@@ -302,6 +302,46 @@ def test_an_operator_s_archive_that_begins_anew_believes_its_copies(
     assert alone.look(donor) is None
     clock.now += 61.0  # no copy is there
     assert alone.look(donor) == donor.claim()
+    # one that claims what nobody has does not keep it from beginning for ever
+    empty: dict[str, Any] = {copy: replace(donor.claim(), digest="e" * 64)}
+    vain = anew(tmp_path / "vain", donor)
+    vain.swarm.finds[copy] = lambda want: None
+    for _ in range(8):
+        clock.now += 61.0
+        vain.look(donor, **empty)
+    assert vain.look(donor, **empty) == donor.claim()
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_copy_puts_no_record_into_the_operator_s_chain_when_its_members_are_gone(
+    donor: ChainMaker, identities: list[Identity], tmp_path: Path, lost: bool
+) -> None:
+    """After the end of a run all are; and where a disk has lost the chain they alone count."""
+    copy, clock = "QmCopy", TestClock()
+    kept = partial(
+        Kept, tmp_path / "kept", witness=ME, copies=frozenset({copy}), now=clock.monotonic
+    )
+    donor.train(0, 1)
+    archive = kept(donor)
+    archive.swarm.finds[copy] = donor.find
+    told: dict[str, Any] = {copy: donor.claim()}
+    assert archive.look(donor, **told) == donor.claim()
+    ended = donor.claim()
+    liar = donor_of(identities[1], tmp_path / "liar")
+    if lost:
+        newest = max(tmp_path.glob("kept/0*/log/*.record"))
+        newest.write_bytes(newest.read_bytes()[:-1] + b"x")
+        archive = kept(donor, liar)
+        liar.train(*range(4))
+        told = {copy: liar.claim()}
+    else:
+        told = {copy: replace(ended, digest="f" * 64, round=9, chain_tokens=10**6)}
+    archive.swarm.finds[copy] = liar.find
+    archive.swarm.asked.clear()
+    clock.now += 200.0
+    found = archive.look(trains=lost, **told, times=3)
+    assert found is None if lost else found == ended
+    assert not archive.asked("record")
 
 
 def test_the_operator_s_archive_begins_and_tells_whatever_strangers_claim(

@@ -342,7 +342,7 @@ def test_a_disk_that_is_slow_to_take_a_vote_silences_nobody(
     save, gaps = RoundLog.save_vote, [0.0]
 
     def slow(log: RoundLog, *vote: Any) -> None:
-        time.sleep(0.7)
+        time.sleep(3.0)
         save(log, *vote)
 
     async def go() -> None:
@@ -360,7 +360,7 @@ def test_a_disk_that_is_slow_to_take_a_vote_silences_nobody(
     monkeypatch.setattr(RoundLog, "save_vote", slow)
     group = Group(identities[:2], tmp_path, passes=everything)
     asyncio.run(go())
-    assert max(gaps) < 0.5, "heartbeats wait for the disk"
+    assert max(gaps) < 2.0, "heartbeats wait for the disk"
 
 
 def test_a_malformed_part_leaves_its_sender_out_and_is_named_in_the_record(

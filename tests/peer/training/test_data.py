@@ -17,7 +17,13 @@ from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.manifest import DataSpec
 from dilocox.peer.training import data
 from dilocox.peer.training.data import Corpus, held_out_digest, held_out_windows
-from dilocox.peer.training.data_sources import DocumentStream, library_files, open_source
+from dilocox.peer.training.data_sources import (
+    DocumentStream,
+    HubAway,
+    library_files,
+    open_source,
+    reading,
+)
 from tests.peer.corpora import (
     EOS,
     FORMATS,
@@ -131,7 +137,7 @@ class TestReadAhead:
 
         def now_and_then(stream: DocumentStream) -> bytes | None:
             if next(calls) in (3, 4, 40, 41, 90):
-                raise EnvironmentFault("data.source: no answer")
+                raise HubAway("data.source: no answer")
             return read(stream)
 
         monkeypatch.setattr(DocumentStream, "read", now_and_then)
@@ -140,15 +146,21 @@ class TestReadAhead:
         assert caplog.text.count("no answer; trying again") == 5
 
     @pytest.mark.usefixtures("small_buffers")
-    def test_a_disk_that_fails_is_no_hub(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize(
+        ("source", "error"),
+        [("text", OSError(5, "it is so")), ("hub", ValueError("it is so, the file is damaged"))],
+    )
+    def test_what_will_never_heal_is_told_at_once(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, error: Exception
     ) -> None:
         def fails(_: DocumentStream) -> bytes | None:
-            raise EnvironmentFault("data.source cannot be read")
+            with reading(spec):
+                raise error
 
+        spec = write_source(source, tmp_path)
         monkeypatch.setattr(DocumentStream, "read", fails)
-        with pytest.raises(EnvironmentFault):
-            corpus(write_source("text", tmp_path))
+        with pytest.raises(EnvironmentFault, match="it is so"):
+            corpus(spec)
 
     @pytest.mark.usefixtures("small_buffers")
     def test_a_part_that_was_left_holds_no_text(self, spec: DataSpec) -> None:

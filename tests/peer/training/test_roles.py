@@ -207,6 +207,23 @@ def test_a_source_that_stalls_within_a_batch_keeps_its_head_from_nothing(led: Le
     assert batch == [2, 3], "the first two went with the first step"
 
 
+def test_a_run_that_ends_does_not_count_on_a_step_whose_text_is_not_here(led: Leader) -> None:
+    led.corpus.__class__ = StallingCorpus
+    corpus = cast("StallingCorpus", led.corpus)
+    asked = list[bool]()
+
+    def stops(*, stages: int, has_text: bool) -> bool:
+        asked.append(has_text)
+        return False
+
+    led.loop.fake.stops = stops  # type: ignore[method-assign]
+    corpus.stock = 1  # of two
+    led.role.turn()
+    corpus.stock = 1
+    led.role.turn()
+    assert asked == [False, True] and len(led.head.fed) == 1
+
+
 # ---- the replica ---------------------------------------------------------------------------------
 @pytest.mark.usefixtures("no_chance")
 def test_a_head_without_replica_tries_now_and_then_and_says_what_is_missing(

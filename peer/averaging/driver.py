@@ -233,7 +233,7 @@ class ExchangeDriver:
             self._advance(job, job.future)
         elif job.undecided:
             if not self._chain.delivering:
-                self._ask(job)
+                self._ask(job, view)
         else:
             if job.attempt == 0 and (earlier := meets_at(job.round)) is not None:
                 job.scheduled_at = min(job.scheduled_at, earlier)
@@ -425,9 +425,10 @@ class ExchangeDriver:
         job.limit = self._clock.monotonic() + self._deadlines.record_lifetime_s
         logger.info("round %d: this peer heard no decision; asking the others for it", job.round)
 
-    def _ask(self, job: _Job) -> None:
-        now = self._clock.monotonic()
-        if now > job.limit:
+    def _ask(self, job: _Job, view: SwarmView) -> None:
+        """The record of a large stage comes for many minutes: while it does, nothing is void."""
+        now, chain = self._clock.monotonic(), self._chain
+        if now > job.limit and not (chain.busy or chain.behind(view)):
             self._void(job, UNHEARD, certain=False)
         elif now - job.asked_at > self._deadlines.heartbeat_s / 2:
             job.asked_at = now

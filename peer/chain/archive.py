@@ -86,7 +86,7 @@ class StageArchive:
 
         witness: as for Trust. copies: other bootstraps, of the operator's own one alone.
         keep_bytes: of records from before the current generation. replaying: held while a state is
-        moved on, which takes long and an average of the stage in memory.
+        moved on or proved, which takes long and an average of the stage in memory.
         records_after_state: a newer state is made when more than the first number have come and are
         more bytes than a state, or more than the second. pause_s: after a state that could not be
         had.
@@ -386,14 +386,15 @@ class StageArchive:
             since = [n for n in current.log.rounds() if n > generation.head.round]
             await self._compute(generation.log.share, current.log, since)
             generation.grown()
-        self._adopt(generation)
+        await self._adopt(generation)
 
     async def _prove(self) -> None:
         current = self._current
-        if current.proven:
+        if current.proven or self._replaying.locked():  # an average of a stage at a time
             return
         try:
-            proved = await self._compute(current.proved, self._check)
+            async with self._replaying:
+                proved = await self._compute(current.proved, self._check)
         except RecordRefused as error:
             logger.error("%s: %s", self, error)
             proved = False
@@ -408,10 +409,10 @@ class StageArchive:
         """Its state was wrong: no traffic for one such state after the other."""
         self._not_before = max(self._not_before, self._now() + self._book.lied(donor))
 
-    def _adopt(self, generation: Generation) -> None:
+    async def _adopt(self, generation: Generation) -> None:
         old, self._current = self._current, generation
-        self._older.lead_to(generation, old)
-        old.remove()
+        await self._compute(self._older.lead_to, generation, old)
+        await self._compute(old.remove)
         logger.info(
             "%s: kept from the state of round %d on, %d records",
             self,

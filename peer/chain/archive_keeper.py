@@ -134,6 +134,8 @@ class Keeper:
         self._slots = asyncio.Semaphore(STAGES_AT_ONCE)
         self._replaying = asyncio.Lock()
         self._pool = ThreadPoolExecutor(2, "archive", torch.set_num_threads, (1,))
+        # what is asked for does not wait for a state to be moved on, which takes minutes
+        self._finds = ThreadPoolExecutor(2, "archive-finds")
         self._working: set[concurrent.futures.Future[Any]] = set()  # in the pool, or about to be
         self._address: Any = None
         self._thread = LoopThread(
@@ -170,7 +172,8 @@ class Keeper:
 
     def close(self) -> None:
         self._thread.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._finds):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     # ---- in the archive's thread -----------------------------------------------------------------
     async def _begin(self) -> None:
@@ -320,15 +323,22 @@ class Keeper:
             if stage != 0 or self._history is None:
                 return None
             async with self._paging:  # of two threads one is left for the chains
-                return await self._compute(self._history.page, int(want["after"]))
+                return await self._compute(self._history.page, int(want["after"]), pool=self._finds)
         archive = self._stages.get(stage)
-        return None if archive is None else await self._compute(archive.find, want)
+        if archive is None:
+            return None
+        return await self._compute(archive.find, want, pool=self._finds)
 
     def _of_stage(self, stage: int) -> Path:
         return self._folder / f"stage{stage}"
 
-    async def _compute(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        work = self._pool.submit(function, *arguments)
+    async def _compute(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        pool: concurrent.futures.Executor | None = None,
+    ) -> Any:
+        work = (pool or self._pool).submit(function, *arguments)
         self._working.add(work)
         work.add_done_callback(self._working.discard)
         return await asyncio.wrap_future(work)

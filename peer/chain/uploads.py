@@ -25,6 +25,7 @@ from dilocox.dht.rpc import CHUNK_BYTES, answer_of, facts_of
 from dilocox.peer.chain.snapshot_files import CHUNKS_FILE, STATE_FACTS_FILE, STATE_FILE, newest
 from dilocox.peer.chain.store import Store
 
+HEADER_CHUNKS = 4
 AT_ONCE = 8
 OF_ONE_PEER = 3
 TURN_S = 600.0  # after which a place is another one's, if nobody else gives way
@@ -70,8 +71,11 @@ def find_in_log(log: Store, what: str, digest: str, *, header: bool = False) -> 
 
 
 def is_urgent(want: Mapping[str, Any], found: Source) -> bool:
-    """An exchange waits for a mean; what is few bytes is not worth a place, or a wait."""
-    return want["what"] == "mean" or found.facts["bytes"] <= CHUNK_BYTES
+    """An exchange waits for a mean; what is few bytes is not worth a place, or a wait, and no more
+    are the headers by which a chain is walked: of a group of 128 each has two such chunks.
+    """
+    few = HEADER_CHUNKS * CHUNK_BYTES if want.get("header") else CHUNK_BYTES
+    return want["what"] == "mean" or found.facts["bytes"] <= few
 
 
 def open_state(folder: Path, want: Mapping[str, Any]) -> Source | None:

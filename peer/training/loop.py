@@ -377,7 +377,8 @@ class Learner:
     def _catch_up(self) -> None:
         began = time.monotonic()
         self.take_events()
-        while self._coordinator.applying and time.monotonic() < began + CATCH_UP_LIMIT_S:
+        limit_s = max(CATCH_UP_LIMIT_S, self._outer_step_s)
+        while self._coordinator.applying and time.monotonic() < began + limit_s:
             self.take_events(wait_s=POLL_S)
         self._caught_up_s = max(time.monotonic() - began, FADES * self._caught_up_s)
 
@@ -480,7 +481,7 @@ class Learner:
 
     @property
     def _outer_step_s(self) -> float:
-        """How long one may take of which a peer that ends waits for the end."""
+        """How long one may take whose end is waited for."""
         return min(8 * self._model.layout.numel / LEAVE_BYTES_PER_S, LEAVE_AT_MOST_S)
 
     def _save(self) -> None:

@@ -514,6 +514,18 @@ def test_a_commit_whose_record_nobody_gives_is_presumed_void(world: World) -> No
     assert not event.certain
 
 
+@pytest.mark.parametrize("how", ["comes", "is claimed"])
+def test_nothing_is_void_while_its_record_comes(world: World, how: str) -> None:
+    """That of a billion parameters takes minutes; what was learnt meanwhile was lost with it."""
+    world.answer.set_result(result(Verdict.COMMITTED))
+    world.chain.busy, world.chain.behind = how == "comes", lambda view: how == "is claimed"
+    world.tick_for(20 * world.deadlines.record_lifetime_s)
+    assert world.driver.sent_round == 0 and world.events.get() is None
+    world.chain.busy, world.chain.behind = False, lambda view: False
+    world.tick_for(2.0)
+    assert isinstance(world.events.get(), Voided), "it never came"
+
+
 def test_a_member_that_answers_no_question_is_no_sign_of_a_stuck_averager(world: World) -> None:
     """Each question waits for it; one is under way whenever the time to ask is over."""
     silence_s = world.deadlines.silence_s

@@ -51,6 +51,7 @@ class Kept:
         records_after_state: tuple[int, int] = (2, 2),
         witness: str = "",
         copies: frozenset[str] = frozenset(),
+        replaying: asyncio.Lock | None = None,
     ):
         self.folder = folder
         self.swarm = MemorySwarm(**{donor.peer: donor.find for donor in donors})
@@ -60,6 +61,7 @@ class Kept:
             me=ME,
             witness=witness,
             copies=copies,
+            replaying=replaying,
             check=CHECK,
             record_lifetime_s=record_lifetime_s,
             keep_bytes=keep_bytes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import random
@@ -16,6 +17,8 @@ import torch
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.identity import Identity
 from dilocox.dht.rpc import PeerBusy
+from dilocox.peer.chain.generation import Generation
+from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.snapshot_files import (
     STATE_CHUNK_BYTES,
     STATE_FILE,
@@ -127,6 +130,33 @@ def test_a_state_that_rotted_on_the_disk_is_never_replayed_into_another_one(
     claim = kept.look(donor)
     assert claim is not None
     assert torch.equal(kept.joiner_gets(tmp_path, claim), donor.anchor)
+
+
+def test_a_state_is_proved_while_no_other_stage_has_an_average_in_memory(
+    donor: ChainMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bootstrap that started again proved two at once, on a machine for one."""
+    kept = Kept(tmp_path / "kept", donor)
+    for number in range(6):
+        donor.train(number)
+        kept.look(donor)
+    proved, calls = Generation.proved, list[int]()
+
+    def watched(generation: Generation, check: RecordCheck) -> bool | None:
+        calls.append(generation.number)
+        return proved(generation, check)
+
+    async def go() -> None:
+        lock = asyncio.Lock()
+        again = Kept(tmp_path / "kept", donor, replaying=lock)
+        async with lock:
+            await again.archive.tend({donor.peer: donor.claim()})
+            assert not calls and again.archive.claim == donor.claim()
+        await again.archive.tend({donor.peer: donor.claim()})
+        assert len(calls) == 1
+
+    monkeypatch.setattr(Generation, "proved", watched)
+    asyncio.run(go())
 
 
 def lie(donor: ChainMaker, wrong: str) -> None:

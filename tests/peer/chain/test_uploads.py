@@ -29,7 +29,15 @@ from dilocox.dht.upload_limit import UploadLimit
 from dilocox.peer.averaging.service import PeerService
 from dilocox.peer.chain import uploads
 from dilocox.peer.chain.store import Store
-from dilocox.peer.chain.uploads import AT_ONCE, OF_ONE_PEER, TURN_S, UploadRefused, Uploads
+from dilocox.peer.chain.uploads import (
+    AT_ONCE,
+    OF_ONE_PEER,
+    TURN_S,
+    Source,
+    UploadRefused,
+    Uploads,
+    is_urgent,
+)
 from dilocox.peer.rounds.group import Mean
 from dilocox.peer.rounds.record import digest_of
 from tests.peer.fabricated import PEER
@@ -314,6 +322,13 @@ def test_the_asker_hears_that_it_may_ask_another(service: PeerService) -> None:
     )
     with pytest.raises(PeerBusy, match="served at once"):
         asyncio.run(transport.fetch(PEER, WANT, limit_bytes=len(RECORD)))
+
+
+def test_headers_of_a_large_group_wait_for_no_place() -> None:
+    header = Source.of(bytes(2 * CHUNK_BYTES))
+    assert is_urgent(WANT | {"header": True}, header)
+    assert not is_urgent(WANT, header)
+    assert not is_urgent(WANT | {"header": True}, Source.of(bytes(5 * CHUNK_BYTES)))
 
 
 def test_who_made_the_chain_gets_a_place_of_strangers_and_leaves_them_half() -> None:

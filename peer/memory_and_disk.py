@@ -144,8 +144,8 @@ def check_use(pids: list[int], limit_bytes: float | None) -> None:
     if taken > limit_bytes:
         raise EnvironmentFault(
             f"this peer takes {taken / 1e9:.1f} GB, more than --memory-limit "
-            f"{limit_bytes / 1e9:.1f}; raise the limit, lower the microbatch size in the "
-            "manifest, or host a smaller stage"
+            f"{limit_bytes / 1e9:.1f}; raise the limit, start with --recompute, or host a "
+            "smaller stage"
         )
 
 

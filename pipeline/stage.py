@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -441,10 +442,18 @@ def stage_layout(manifest: Manifest, stage: int) -> FlatLayout:
     return FlatLayout.of(parameter_shapes(manifest.model, manifest.stages, stage))
 
 
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+
+
 def chosen_device(option: str) -> torch.device:
     """The device that `--device` names; InvalidInput if it is not here."""
     if option == "auto":
         if not torch.cuda.is_available():
+            if NVIDIA_DRIVER.exists():
+                logger.warning(
+                    "a GPU's driver is here, and torch cannot use it: computing on the CPU; "
+                    "`dilocox doctor` says more"
+                )
             return torch.device("cpu")
         try:
             return chosen_device("cuda")

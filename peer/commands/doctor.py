@@ -172,6 +172,10 @@ class Examination:
         options, manifest = self._options, place.manifest
         with contextlib.closing(SwarmFacts(place, options.invite, self._peer_id)) as swarm:
             yield doctor_checks.run_check(manifest, sum(swarm.sizes), swarm.trained)
+            if manifest.admission == "listed" and not self._in_use:
+                admission, me = place.swarm.admission, self._peer_id
+                refusal = admission.refusal(me) if admission is not None and me else None
+                yield doctor_checks.admission_check(me, refusal)
             self._busy("looking who is there")
             yield doctor_checks.version_check(__version__, manifest.protocol, swarm.versions)
             before = self._folder.noted_stage(place.run)

@@ -20,7 +20,7 @@ from dilocox.peer.commands.doctor_checks import DeviceFacts, SpeedFacts
 from dilocox.peer.process.prepare import StageNeeds
 from dilocox.peer.training.inner_optimizer import InnerOptimizer
 from dilocox.pipeline.partition import hidden_size
-from dilocox.pipeline.stage import build_stage, chosen_device
+from dilocox.pipeline.stage import NVIDIA_DRIVER, build_stage, chosen_device
 from dilocox.pipeline.stage_worker import StageWorker
 
 DEVICE_LIMIT_S = 15.0  # CUDA takes seconds to be loaded
@@ -77,7 +77,7 @@ def _device(option: str, threads: int) -> DeviceFacts:
     except (DilocoxError, RuntimeError) as error:
         reason = str(error).splitlines()[0].removeprefix(f"--device {option}: ")
         return DeviceFacts(fault=reason.partition("; choose")[0])
-    return DeviceFacts(kind="cpu", threads=torch.get_num_threads())
+    return DeviceFacts(kind="cpu", threads=torch.get_num_threads(), driver=NVIDIA_DRIVER.exists())
 
 
 def _multiplied(device: torch.device, precision: str) -> float:

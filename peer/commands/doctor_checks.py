@@ -58,7 +58,7 @@ def python_check(version: tuple[int, int, int], system: str, machine: str) -> Ch
         wanted = f"{low[0]}.{low[1]} to {high[0]}.{high[1]}"
         return Check("python", "failed", text, f"install it for a Python from {wanted}")
     if (system, machine) != ("Linux", "x86_64"):
-        remedy = "if it does not start, use Linux on x86-64, or the container image there"
+        remedy = "if it does not start, use Linux on x86-64, or WSL2"
         return Check("python", "warning", f"{text}, which nobody has tried", remedy)
     return Check("python", "ok", text)
 
@@ -188,6 +188,8 @@ def memory_check(
     if plans[stage] > room:
         smaller = f", or host stage {fitting[0]} with `--stage {fitting[0]}`" if fitting else ""
         raise_it = "raise --memory-limit" if limited else "close other programs"
+        if name == "gpu":
+            raise_it = "--recompute, --offload or --device cpu takes less, or close other programs"
         return Check(name, "failed", text, f"{raise_it}{smaller or ', or use a larger machine'}")
     if plans[stage] > SPARE_SHARE * room and not limited:
         return Check(name, "warning", text, "close other programs, or the system may end the peer")
@@ -217,6 +219,7 @@ class DeviceFacts:
     threads: int = 1
     free_bytes: int = 0
     fault: str = ""
+    driver: bool = False  # of NVIDIA's, whether torch can use its GPU or not
 
 
 def device_check(option: str, device: DeviceFacts) -> Check:
@@ -225,8 +228,29 @@ def device_check(option: str, device: DeviceFacts) -> Check:
         return Check("device", "failed", f"--device {option}: {device.fault}", "choose cpu or auto")
     if device.kind == "cuda":
         return Check("device", "ok", f"{device.name}, {size(device.free_bytes)} free")
-    found = "" if option == "cpu" else "; no GPU that torch can use"
-    return Check("device", "ok", f"CPU, {counted(device.threads, 'thread')}{found}")
+    text = f"CPU, {counted(device.threads, 'thread')}"
+    if option == "cpu":
+        return Check("device", "ok", text)
+    text += "; no GPU that torch can use"
+    if not device.driver:
+        return Check("device", "ok", text)
+    remedy = (
+        "there is a driver of NVIDIA's: nvidia-smi must show the card, and a CUDA version that is "
+        "at least torch's (in a container give it the GPU); or mean it, with --device cpu"
+    )
+    return Check("device", "warning", text, remedy)
+
+
+def admission_check(peer_id: str, refusal: DilocoxError | None) -> Check:
+    """Whether a run that takes only those whom its operator admits takes this folder's peer, which
+    may have no id yet.
+    """
+    if refusal is not None:
+        return fault("admission", refusal)
+    if peer_id:
+        return Check("admission", "ok", "the operator has admitted this peer")
+    remedy = "start the peer once: it ends, and tells the id that the operator needs"
+    return Check("admission", "warning", "the operator admits peers one by one", remedy)
 
 
 # ---- the way to the run --------------------------------------------------------------------------

@@ -107,6 +107,5 @@ def gpu_memory(untried: Sequence[str]) -> Generator[None]:
         option = f"start with {' and '.join(untried)}, which takes less, " if untried else ""
         raise EnvironmentFault(
             f"the GPU has no memory left for an inner step, which is dropped: {option}close other "
-            "programs that use it, host a smaller stage, or ask the operator for a smaller "
-            "batch.microbatch_size"
+            "programs that use it, host a smaller stage, or take --device cpu"
         ) from error

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dilocox.dht.addresses import Reachability
-from dilocox.dht.errors import DilocoxError, EnvironmentFault, InvalidInput
+from dilocox.dht.errors import DilocoxError, EnvironmentFault, InvalidInput, NotAdmitted
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_revisions import in_state
@@ -22,6 +22,7 @@ from dilocox.peer.commands.doctor_checks import (
     DeviceFacts,
     Library,
     SpeedFacts,
+    admission_check,
     bandwidth_check,
     bootstrap_checks,
     clock_check,
@@ -86,6 +87,7 @@ OK = [
     (memory(GB, None, [9 * GB], None), "1.0 GB free"),  # beside a peer that runs
     (device_check("cpu", DeviceFacts(threads=1)), "CPU, 1 thread"),
     (device_check("auto", DeviceFacts(threads=2)), "CPU, 2 threads; no GPU that torch can use"),
+    (admission_check("12D3", None), "has admitted"),
     (
         device_check("auto", DeviceFacts(kind="cuda", name="NVIDIA H200", free_bytes=139 * GB)),
         "NVIDIA H200, 139 GB free",
@@ -130,6 +132,8 @@ OK = [
 ]
 WARNINGS = [
     (python_check((3, 11, 7), "Linux", "aarch64"), "nobody has tried", "Linux on x86-64"),
+    (device_check("auto", DeviceFacts(threads=2, driver=True)), "no GPU", "nvidia-smi must show"),
+    (admission_check("", None), "one by one", "start the peer once"),
     (disk_check("here", GB, NEEDS), "1.0 GB free for here, 3.0 GB needed", "--state"),
     (memory(GB, None, [9 * GB // 10]), "0", "close other programs"),
     (bootstrap_checks({FIRST: "refused", SECOND: None})[0], "refused", "tell the operator"),
@@ -171,6 +175,7 @@ FAILURES = [
     (memory(GB, None, [3 * GB, 2 * GB]), "no stage fits", "use a larger machine"),
     (memory(8 * GB, 1.5e9, [2 * GB]), "allowed by --memory-limit", "raise --memory-limit"),
     (device_check("cuda:3", DeviceFacts(fault="no such")), "cuda:3: no such", "choose cpu or auto"),
+    (admission_check("12D3", NotAdmitted("not among them: ask")), "not among them", "ask"),
     (run_check(RUN, 0, 1.0), "it has ended", "another run"),
     (run_check(in_state(RUN, "ended"), 0, 0.5), "it has ended", "another run"),
     (port_check("metrics", "0.0.0.0", 7, TAKEN, own_peer=False), "in use", "choose another one"),

@@ -26,7 +26,6 @@ from dilocox.peer.averaging.averager import Applied, AveragerStuck, StageAverage
 from dilocox.peer.averaging.events import Committed, Event, EventQueue, Resynced
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.chain.chain_client import (
-    RECORDS_LIMIT_S,
     STATE_LIMIT_S,
     STATES_ASKED,
     AnchorDiffers,
@@ -45,7 +44,7 @@ from dilocox.peer.rounds.record import RecordRefused, RoundRecord
 
 logger = logging.getLogger(__name__)
 
-WALK_LIMIT_S = 6 * RECORDS_LIMIT_S  # the averager ends two walks by itself before
+WALK_LIMIT_S = STATE_LIMIT_S  # the averager ends two walks by itself before
 PAUSE_AFTER_FAILURE_S = 1.0
 MAX_SLOW = 5  # then it is our own line that is slow
 PROVING_RECORDS = 2  # of a state: one names its anchor, the next what its momentum made of it

@@ -49,7 +49,7 @@ from dilocox.peer.rounds.vote_count import MAX_MEMBERS
 # member the tickets of all, over a slow link one after the other.
 GROUP_WAIT_S, LATE_GROUP_S = 5.0, 30.0
 ATTEMPTS_KEPT = 4  # so that members can fetch votes after the end
-MEANS_KEPT = 2  # attempts, of a round, of which they can fetch averaged parts, too
+MEANS_KEPT = 2  # attempts, until they are over, of which they can fetch averaged parts, too
 CREDIT_EVERY_S = 10.0  # the last records are looked at
 DISCARD_LIMIT_S = 5.0
 HEARTBEAT_S = 0.5
@@ -360,8 +360,10 @@ class PeerService(StageServicer):
         self.attempts[group] = attempt
         while len(self.attempts) > ATTEMPTS_KEPT:
             del self.attempts[next(iter(self.attempts))]
-        for over in list(self.attempts.values())[:-MEANS_KEPT]:
-            over.forget()
+        *before, _ = self.attempts.values()
+        for place, each in enumerate(before):
+            if each.over or place < len(before) + 1 - MEANS_KEPT:
+                each.forget()
 
     async def in_pool(self, function: Callable[..., T], *arguments: Any) -> T:
         """Run something slow beside the event loop, so that heartbeats go on."""

@@ -54,6 +54,7 @@ from dilocox.peer.rounds.record import SHA256, RoundRecord, digest_of
 logger = logging.getLogger(__name__)
 
 HURRY_S = 3600.0  # a state that would take longer is looked for elsewhere
+RECORD_BYTES_PER_S = 250e3
 HEADERS_LIMIT_S = RECORDS_LIMIT_S = 600.0  # of all that are taken at once
 STATES_ASKED = 8  # peers that are asked which state they have
 STATE_LIMIT_S = 6 * 3600.0  # of a whole model; a transfer that stalls fails much sooner
@@ -356,6 +357,8 @@ class ChainClient(HeaderClient):
         # members of an exchange move as much in its time
         limit_s = max(limits.stall_s, self.check.manifest.deadlines.exchange_s)
         limit_s = min(limit_s, limits.records_s)
+        # but whoever gives it may have a thin line, and give others some, too
+        limit_s = max(limit_s, self.check.record_bytes / RECORD_BYTES_PER_S)
         blob = await self._get(peer, "record", digest, self.check.record_bytes, limit_s)
         if blob is None:
             return None

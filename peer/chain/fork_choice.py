@@ -14,6 +14,7 @@ One book serves a peer (averaging/follower.py), another one each stage of an arc
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 from collections import Counter
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from dilocox.peer.chain.store import RoundLog, Store, Tip
 
 BUSY_LIFETIMES = 10  # of a record: no peer that has what it claims is busy for so long
+SLOW_TIMES = 3  # that a record of many bytes did not come in the time for it
 MAX_NOTED = 1000  # digests or peers
 CREDIT_ROUNDS = 10  # whose contributors stand behind what comes next
 SETTLED_RECORDS = 3  # that the witness vouched for: a fork further back is nobody's to choose
@@ -334,7 +336,8 @@ class ClaimBook:
     def __init__(self, trust: Trust):
         self._trust = trust
         # by digest, and whether its holders were only busy: since when it could not be had
-        self._failing: dict[tuple[str, bool], float] = {}
+        # since when, and how often
+        self._failing: dict[tuple[str, bool], tuple[float, int]] = {}
         self._ignored: set[str] = set()
         self._liars: set[str] = set()
         self._in_vain: set[str] = set()  # peers that were asked, and gave nothing
@@ -381,14 +384,14 @@ class ClaimBook:
             self.came(digest)
             return False
         busy, now = isinstance(error, PeerBusy), self._trust.now()
-        since = self._failing.get((digest, busy))
-        if since is None:
-            if len(self._failing) >= MAX_NOTED:
-                self._failing.clear()
-            self._failing[digest, busy] = now
-            return False
+        if (digest, busy) not in self._failing and len(self._failing) >= MAX_NOTED:
+            self._failing.clear()
+        since, times = self._failing.get((digest, busy), (now, 0))
+        self._failing[digest, busy] = since, times + 1
         if now - since <= (BUSY_LIFETIMES if busy else 1) * self._trust.record_lifetime_s:
             return False
+        if isinstance(error, asyncio.TimeoutError) and times + 1 < SLOW_TIMES:
+            return False  # one try may take longer than a lifetime
         self.ignore(digest)
         return True
 

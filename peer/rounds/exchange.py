@@ -97,6 +97,11 @@ class Attempt:
         self.record: bytes | None = None  # as this member made it, for those that lack parts
         self.digest: str | None = None
 
+    @property
+    def over(self) -> bool:
+        """Whether nobody asks for its means any more."""
+        return time.monotonic() > self._end + 2 * self._limits.vote_s
+
     def forget(self) -> None:
         """Free means and record, which are as large as an update: the attempt is long over, and
         kept for its votes.

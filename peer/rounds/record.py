@@ -346,8 +346,8 @@ def parse_record(data: bytes, codec: StageCodec) -> RoundRecord:
     try:
         header = parse_header(data)
         tensors = load(data)
-        means = tuple(
-            tensors[_tensor_name(index)].numpy().tobytes() if part.numel else b""
+        means = tuple(  # one by one, as all of them are as large as an update
+            tensors.pop(_tensor_name(index)).numpy().tobytes() if part.numel else b""
             for index, part in enumerate(header.parts)
         )
         record = replace(header, means=means)

@@ -99,10 +99,15 @@ class Residual:
 
     def settle(self, remainder: Remainder, decay: float) -> None:
         """A record with the send was committed: keep `decay` of what it left of the message."""
-        kept = [(part, remainder.values[part].clone()) for part in remainder.left_out]
-        torch.mul(remainder.values, decay, out=self._vector)
-        for part, values in kept:
-            self._vector[part] = values
+        values, numel, end = remainder.values, self._vector.numel(), 0
+        last = slice(numel, numel)
+        # between what was left out: a copy of that may be a vector more
+        for part in (*sorted(remainder.left_out, key=lambda part: part.start), last):
+            decays = slice(end, max(end, part.start))
+            torch.mul(values[decays], decay, out=self._vector[decays])
+            stays = slice(decays.stop, max(decays.stop, part.stop))
+            self._vector[stays].copy_(values[stays])
+            end = stays.stop
         self.empty = False
 
 

@@ -73,7 +73,7 @@ class FakeAttempt:
         self.stranger: Exception | None = None
         self.taken: list[tuple[int, bytes]] = []
         self.came: list[tuple[int, str, int, int]] = []
-        self.forgotten = False
+        self.forgotten = self.over = False
 
     def forget(self) -> None:
         self.forgotten = True
@@ -140,6 +140,9 @@ def test_attempts_that_are_over_keep_no_means(service: PeerService) -> None:
         service.begin_attempt(bytes([number]), cast("Attempt", attempt))
     assert len(service.attempts) == ATTEMPTS_KEPT
     assert [each.forgotten for each in attempts] == [True] * 4 + [False] * 2
+    attempts[4].over = attempts[5].over = True
+    service.begin_attempt(b"next", cast("Attempt", newest := FakeAttempt()))
+    assert all(each.forgotten for each in attempts) and not newest.forgotten
 
 
 def test_parts_that_come_are_counted_as_averaging(service: PeerService) -> None:

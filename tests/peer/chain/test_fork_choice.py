@@ -3,6 +3,7 @@ peers and archives, whose own tests show that they keep to it."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -93,6 +94,14 @@ def test_a_claim_that_nobody_proves_is_believed_so_long_and_no_longer(
     assert book.failed("bb", error)
     assert not book.believed(claim("bb"))
     assert [each.digest for each in book.ahead(seen, HEAD)] == ["cc"]
+
+
+def test_a_record_that_takes_long_to_come_is_no_lie(book: ClaimBook, clock: TestClock) -> None:
+    """Half a gigabyte over a thin line; two tries in vain are always further apart."""
+    for _ in range(2):
+        assert not book.failed("bb", asyncio.TimeoutError())
+        clock.now += 20 * LIFETIME_S
+    assert book.failed("bb", asyncio.TimeoutError()), "but it is one that never comes"
 
 
 def test_time_in_which_its_holders_were_only_busy_does_not_count_as_silence(

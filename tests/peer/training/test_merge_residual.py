@@ -1,9 +1,37 @@
 """Nothing that a peer learnt is lost or counted twice by error feedback."""
 
+from typing import Any
+
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dilocox.compression.group_quantization import GroupCodec
 from dilocox.peer.training.merge import Remainder, Residual
+
+
+def test_what_was_left_out_is_copied_to_nowhere_else() -> None:
+    """A peer whose parts came late is left out of most: a copy of them is a vector more."""
+
+    class Watched(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            made = func(*args, **(kwargs or {}))
+            if isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() not in known:
+                self.largest = max(self.largest, made.untyped_storage().nbytes())
+            return made
+
+    vector, values = torch.zeros(1000), torch.arange(1000.0)
+    known = {vector.untyped_storage().data_ptr(), values.untyped_storage().data_ptr()}
+    left_out = [slice(300, 990), slice(10, 200), slice(150, 310)]
+    residual = Residual(vector)
+    with Watched() as watched:
+        residual.settle(Remainder(values, left_out=left_out), 0.5)
+    expected = values * 0.5
+    expected[10:990] = values[10:990]
+    assert torch.equal(residual.values, expected) and watched.largest == 0
 
 
 def test_settle_keeps_the_decayed_rest_and_all_of_it_in_a_part_left_out():

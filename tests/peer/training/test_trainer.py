@@ -166,6 +166,6 @@ def test_a_gpu_without_memory_ends_the_peer_in_one_line_and_writes_nothing_of_th
         train(script, stop)
     assert script.calls == ["join", "between", "turn"]  # neither a release nor a snapshot
     [line] = str(said.value).splitlines()
-    assert "batch.microbatch_size" in line
+    assert "--device cpu" in line
     assert all(option in line for option in untried)
     assert ("start with" in line) is bool(untried)

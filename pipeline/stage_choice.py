@@ -14,7 +14,7 @@ stage has nobody nothing is sent any more, and after many looks it goes all the 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from dilocox.dht.records import StageRecord
 from dilocox.pipeline.candidates import Records
@@ -73,7 +73,7 @@ class Mover:
     """Tells one spare when to move; asked once at every look at the DHT.
 
     hold: looks in a row that must name this peer and the same target; long: of one with unsent
-    progress.
+    progress. fits: whether this machine has room for a stage; asked at last, as that may take long.
     """
 
     def __init__(
@@ -84,12 +84,14 @@ class Mover:
         num_stages: int,
         hold: int = HOLD_LOOKS,
         long: int = LONG_LOOKS,
+        fits: Callable[[int], bool] = lambda stage: True,
     ):
         self._me = me
         self._stage = stage
         self._num_stages = num_stages
         self._hold = hold
         self._long = long
+        self._fits = fits
         self._target: int | None = None
         self._held = 0
 
@@ -113,7 +115,8 @@ class Mover:
             target = None
         self._held = self._held + 1 if target is not None and target == self._target else 1
         self._target = target
-        return target if self._held >= (self._long if unsent else self._hold) else None
+        due = target is not None and self._held >= (self._long if unsent else self._hold)
+        return target if due and target is not None and self._fits(target) else None
 
 
 def _draw(*what: object) -> bytes:

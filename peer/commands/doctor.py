@@ -295,16 +295,12 @@ def data_check(data: DataSpec, option: str) -> Check:
     """Whether a head finds the text: the run's for the validation, and its own, which `--data`
     names.
     """
-    from dilocox.peer.process.prepare import own_data
-    from dilocox.peer.training.data_mixture import each_source
-    from dilocox.peer.training.data_sources import find_files
+    from dilocox.peer.process.prepare import check_text
 
-    for spec in (*each_source(data), *each_source(own_data(data, option))):
-        if spec.format not in ("stdlib", "hub"):
-            try:
-                find_files(spec)
-            except InvalidInput as error:
-                return fault("data", error)
+    try:
+        check_text(data, option)
+    except InvalidInput as error:
+        return fault("data", error)
     return Check("data", "ok", option or data.source)
 
 

@@ -45,7 +45,14 @@ from dilocox.peer.options import PeerOptions
 from dilocox.peer.os_process import RESTART_AFTER_S, StopRequested, StopSignal, start_again
 from dilocox.peer.process.initial_weights import load_initial
 from dilocox.peer.process.metrics import PeerMetrics
-from dilocox.peer.process.prepare import StageNeeds, check_disk, held_out, local_model, open_corpus
+from dilocox.peer.process.prepare import (
+    StageNeeds,
+    check_disk,
+    held_out,
+    local_model,
+    open_corpus,
+    unfit,
+)
 from dilocox.peer.process.resting import Allowance, rest_watch
 from dilocox.peer.process.run_tokenizer import reachable_tokenizer
 from dilocox.peer.process.starting_stage import announce_joining, chosen_stage
@@ -118,6 +125,7 @@ class Assembly:
         self._tell = reporter.tell
         reporter.shown = lambda peer: self.coordinator.view.shown(peer)  # noqa: PLW0108 - of now
         self._meter = LoopMeter(reporter=reporter, sent=buffers.sent.read, numel=layout.numel)
+        self._unfit = dict[int, str]()  # why not, by stage
         newer_manifest = StateFolder(local.options.state).manifest(local.run)
         chooses = local.options.stage == "auto" and manifest.stages > 1
         self.coordinator = Coordinator(
@@ -129,7 +137,9 @@ class Assembly:
             sent={number: send.tokens for number, send in merge.fly.items()},
             unsettled=lambda: merge.unsettled,
             lease=self._lease(),
-            mover=Mover(me=local.me, stage=stage, num_stages=manifest.stages) if chooses else None,
+            mover=Mover(me=local.me, stage=stage, num_stages=manifest.stages, fits=self._fits)
+            if chooses
+            else None,
             first_round=1
             + max([newest_aside(local.folder), *(s.round for s in snapshots.sent_since)]),
         )
@@ -243,6 +253,17 @@ class Assembly:
         leads = self._local.stage == 0
         role = self._leading(learner, member) if leads else self._serving(learner, member)
         return partial(train, learner, role, self._stop)
+
+    def _fits(self, stage: int) -> bool:
+        """Whether this machine could host another stage; else it stays, and says so once."""
+        if stage not in self._unfit:
+            local, device = self._local, self._model.optimizer.device
+            folder = StateFolder(local.options.state).run(local.run, stage)
+            self._unfit[stage] = unfit(local.options, self._manifest, folder, stage, device)
+            if self._unfit[stage]:
+                words = "stage %d needs a peer, but does not fit here: %s"
+                logger.warning(words, stage, self._unfit[stage])
+        return not self._unfit[stage]
 
     def _window_limit(self, worker: StageWorker) -> int:
         """Microbatches in flight that this peer has memory for; of those a last stage stores what

@@ -22,10 +22,13 @@ from dilocox.peer.averaging.averager import StageBuffers
 from dilocox.peer.chain.snapshot_files import DAMAGED
 from dilocox.peer.chain.store import RECORDS_NEEDED
 from dilocox.peer.memory_and_disk import Check, DiskNeeds, MemoryNeeds, disk_check, disk_free, size
+from dilocox.peer.options import PeerOptions
 from dilocox.peer.rounds.record import stage_codec
 from dilocox.peer.state_folder import ASIDE
 from dilocox.peer.training.activations import activation_bytes
 from dilocox.peer.training.data import Corpus, check_tokenizer, held_out_digest, held_out_windows
+from dilocox.peer.training.data_mixture import each_source
+from dilocox.peer.training.data_sources import find_files
 from dilocox.peer.training.inner_optimizer import InnerOptimizer
 from dilocox.peer.training.loop import LocalModel
 from dilocox.peer.training.merge import Merge, MergeConfig
@@ -327,6 +330,35 @@ def disk_room(folder: Path, needs: StageNeeds) -> Check:
             snapshot_bytes=max(0, needs.snapshot_bytes - cut_off),
         ),
     )
+
+
+def check_text(data: DataSpec, option: str) -> None:
+    """Raise InvalidInput where a head would not find its text: the run's, for the validation, and
+    what `--data` names.
+    """
+    for spec in (*each_source(data), *each_source(own_data(data, option))):
+        if spec.format not in ("stdlib", "hub"):
+            find_files(spec)
+
+
+def unfit(
+    options: PeerOptions, manifest: Manifest, folder: Path, stage: int, device: torch.device
+) -> str:
+    """Why this machine cannot host a stage, whose folder that would be; empty if it can, as far as
+    can be told before.
+    """
+    needs = StageNeeds(manifest, stage, recompute=options.recompute, offload=options.offload)
+    planned, limit_bytes = needs.memory.of_machine(device), options.memory_limit_bytes
+    if limit_bytes is not None and planned > limit_bytes:
+        return f"it needs {size(planned)}, more than --memory-limit"
+    if (room := disk_room(folder, needs)).status == "failed":
+        return room.text
+    try:
+        if stage == 0:
+            check_text(manifest.data, options.data)
+    except InvalidInput as error:
+        return str(error)
+    return ""
 
 
 def check_disk(folder: Path, needs: StageNeeds) -> None:

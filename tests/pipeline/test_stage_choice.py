@@ -139,6 +139,19 @@ def test_with_unsent_progress_a_move_waits_for_whoever_may_only_start_again() ->
     assert looks(9) == [None] * 9, "it is sent first"
 
 
+def test_nobody_moves_to_a_stage_that_does_not_fit_its_machine() -> None:
+    swarm: Swarm = {0: {"me": stage_record(), "x": in_replica("h"), "y": in_replica("h")}, 1: {}}
+    asked = list[int]()
+
+    def fits(stage: int) -> bool:
+        asked.append(stage)
+        return False
+
+    mover = Mover(me="me", stage=0, num_stages=2, hold=2, fits=fits)
+    assert [mover.observe(swarm, free=True, turn=0) for _ in range(3)] == [None] * 3
+    assert asked == [1, 1], "only once it is due"
+
+
 def test_a_peers_own_old_record_under_the_stage_it_left_moves_nobody() -> None:
     swarm: Swarm = {0: {"me": stage_record(), "x": in_replica("h"), "y": in_replica("h")}, 1: {}}
     assert next_move(swarm, num_stages=2, turn=0) == ("me", 1)

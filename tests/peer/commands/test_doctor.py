@@ -39,10 +39,11 @@ from dilocox.peer.commands.doctor import (
 from dilocox.peer.commands.doctor_bench import look_at_device, measure_speed
 from dilocox.peer.commands.doctor_checks import DeviceFacts, Library
 from dilocox.peer.memory_and_disk import Check, size
-from dilocox.peer.options import DoctorOptions
+from dilocox.peer.options import DoctorOptions, PeerOptions
 from dilocox.peer.process import prepare
-from dilocox.peer.process.prepare import StageNeeds, check_disk, disk_room
+from dilocox.peer.process.prepare import StageNeeds, check_disk, disk_room, unfit
 from dilocox.peer.state_folder import StateFolder
+from tests.peer.fabricated import INVITE
 
 PEER = "12D3KooWEXWcUQWJ6amCxHKtPFrcNxgepcmy7YXo7tirWjgiJ9Fr"
 GOOD = Check("python", "ok", "3.11.7")
@@ -173,6 +174,25 @@ def test_every_source_of_the_text_is_looked_for(tmp_path: Path) -> None:
     assert doctor.data_check(DataSpec(), missing).status == "failed"
     # its heads read the run's for the validation
     assert doctor.data_check(DataSpec(more=more), str(tmp_path / "own.txt")).status == "failed"
+
+
+def test_what_does_not_fit_a_machine_is_known_before_it_moves_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It moved, ended with an error that nothing restarts, and came back to the same stage."""
+    manifest, invite = _manifest("tiny"), Invite.parse(INVITE)
+    cpu = torch.device("cpu")
+
+    def why(run: Manifest = manifest, **given: Any) -> str:
+        given_options = PeerOptions(invite=invite, state=tmp_path, **given)
+        return unfit(given_options, run, tmp_path / "stage", 0, cpu)
+
+    assert why() == ""
+    assert "more than --memory-limit" in why(memory_limit_gb=0.1)
+    missing = replace(manifest.data, source=str(tmp_path / "none"), format="text")
+    assert "none" in why(replace(manifest, data=missing))
+    monkeypatch.setattr(prepare, "disk_free", lambda _: 1000)
+    assert "snapshot" in why()
 
 
 # ---- how it looks --------------------------------------------------------------------------------

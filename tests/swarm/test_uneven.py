@@ -229,3 +229,33 @@ def _digests(swarm: ProcessSwarm, stage: int, last: int) -> dict[int, str]:
 
 def _newest_round(swarm: ProcessSwarm, peer: Peer) -> int:
     return max(swarm.round_log(peer).rounds())
+
+
+@pytest.mark.timeout(600)
+def test_a_stage_that_nobody_comes_to_is_taken_by_one_that_trained(
+    start_swarm: StartSwarm,
+) -> None:
+    """Both others have progress that no record holds, and none will: there is no replica."""
+    swarm = start_swarm(stages=2, deadlines={"silence_s": 6.0})
+    lost = [swarm.add_peer(stage=1) for _ in range(2)]
+    swarm.wait(lambda: all(_hosts(peer, 1) for peer in lost), START_LIMIT_S, "stage 1 is there")
+    heads = [swarm.add_peer(step_s=STEP_S) for _ in range(2)]
+    swarm.wait_for_replicas(2, START_LIMIT_S)
+    assert all(_hosts(peer, 0) for peer in heads)
+    swarm.wait_for_rounds(2, ROUNDS_LIMIT_S)
+    for peer in lost:
+        swarm.kill(peer)
+    mover = swarm.wait(
+        lambda: next((peer for peer in heads if _hosts(peer, 1)), None),
+        MOVE_LIMIT_S,
+        "a peer of stage 0 takes stage 1",
+    )
+    moved_at = time.time()
+    mover.stage = 1
+    (stayed,) = [peer for peer in heads if peer is not mover]
+    swarm.wait(
+        lambda: all(_contributed(peer, moved_at) for peer in heads),
+        ROUNDS_LIMIT_S,
+        "both are in a record of what they train now",
+    )
+    assert _hosts(stayed, 0)

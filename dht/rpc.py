@@ -280,7 +280,7 @@ class Client:
                 yield request_of({}, chunk)
 
         # also when the round is decided already: a slow member still needs what it lacks
-        with self._limit.exchange():
+        with self._limit.pushing(len(payload)):
             answer = facts_of(await self.call(peer, "rpc_put", frames()))
         if refused := answer.get("refused"):
             raise ConnectionError(f"{peer} refused a {facts['kind']}: {refused}")

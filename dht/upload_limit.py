@@ -4,15 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
-from collections.abc import Generator
+from collections import defaultdict, deque
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 CHUNK_BYTES = 64 * 1024
 # An asker gives up after 30 s of silence; eight uploads that send a chunk so rarely take a fifth of
 # 1 Mbit/s.
 HELD_BACK_S = 20.0
 THIN_SHARE = 0.25  # of the time it may take: one that takes longer is held up by its links
+
+MOST_PUSHES = 300  # that are remembered
+
+
+class _Push(NamedTuple):
+    """Bytes that left between two times of the monotonic clock."""
+
+    began: float
+    ended: float
+    sent: int
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.sent / max(self.ended - self.began, 1e-3)
+
+
+def _most_at_once(pushes: Sequence[_Push]) -> float:
+    """The most bytes a second that left in several pushes together."""
+    at = [(each.began + each.ended) / 2 for each in pushes]
+    return max(sum(p.bytes_per_s for p in pushes if p.began <= t <= p.ended) for t in at)
 
 
 class UploadLimit:
@@ -31,13 +52,27 @@ class UploadLimit:
         self._others_rate: float | None = None
         self._free_at: dict[str, float] = defaultdict(float)  # by whose rate it is
         self._exchanges = 0  # under way
+        self._pushes: deque[_Push] = deque(maxlen=MOST_PUSHES)
         self._idle = asyncio.Event()
 
-    def measured(self, sent_bytes: int, seconds: float, *, limit_s: float) -> None:
-        """A committed exchange sent so many bytes and took so long of the time that it may take."""
-        thin = sent_bytes > 0 and seconds > THIN_SHARE * limit_s
+    def measured(self, seconds: float, *, limit_s: float) -> None:
+        """A committed exchange took so long of the time that it may take.
+
+        That of all is as long as the thinnest line of any, so how fast this one is say the bytes
+        that left it (`pushing`).
+        """
+        pushes, thin = list(self._pushes), seconds > THIN_SHARE * limit_s
+        self._pushes.clear()
         slowest = CHUNK_BYTES / self._held_back_s  # an asker must hear of us before it gives up
-        self._others_rate = max(sent_bytes / seconds / 2, slowest) if thin else None
+        self._others_rate = max(_most_at_once(pushes) / 2, slowest) if thin and pushes else None
+
+    @contextmanager
+    def pushing(self, count: int) -> Generator[None]:
+        """While so many bytes of an exchange leave; it ends when they are there."""
+        began = time.monotonic()
+        with self.exchange():
+            yield
+        self._pushes.append(_Push(began, time.monotonic(), count))
 
     @contextmanager
     def exchange(self) -> Generator[None]:

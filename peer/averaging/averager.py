@@ -505,12 +505,10 @@ class StageAverager(PeerService, DecentralizedAverager):
             pool=self.pool,
         )
         self.begin_attempt(group, attempt)
-        before = self.sent.read()["averaging"]
         with self.limit.exchange():
             result = await attempt.run()
         if result.verdict is Verdict.COMMITTED:
-            sent_bytes = self.sent.read()["averaging"] - before
-            self.limit.measured(sent_bytes, result.seconds, limit_s=setup.deadlines.exchange_s)
+            self.limit.measured(result.seconds, limit_s=setup.deadlines.exchange_s)
         result = await self._log_if_committed(result)
         if result.logged:
             attempt.record = None  # the log gives it from now on

@@ -76,6 +76,7 @@ from dilocox.peer.averaging.matchmaking import (
 )
 from dilocox.peer.averaging.service import PeerService
 from dilocox.peer.chain.chain_client import (
+    STATE_LIMIT_S,
     AnchorDiffers,
     AnchorLost,
     AnchorWrong,
@@ -150,6 +151,7 @@ class Applied:
 
 
 START_LIMIT_S = 30.0  # until the process has taken an order
+STATE_TRY_S = STATE_LIMIT_S - 600.0  # before its caller takes this process for stuck
 CLOSE_GRACE_S = 3.0
 
 P = ParamSpec("P")
@@ -605,8 +607,12 @@ class StageAverager(PeerService, DecentralizedAverager):
 
         with self.counting_refusals():
             folder = self.local.folder / "log"
-            found = await chain.state(
-                peers[0], folder, after_round=after_round, on_chain=on_chain, hurry=hurry
+            # what has come by then stays, and the next try goes on with it
+            found = await asyncio.wait_for(
+                chain.state(
+                    peers[0], folder, after_round=after_round, on_chain=on_chain, hurry=hurry
+                ),
+                STATE_TRY_S,
             )
         self._found_state = found
         # its record, as large as an update, stays here

@@ -168,6 +168,7 @@ class Examination:
     def _in_the_run(self, place: Joined) -> Lines[str]:
         from dilocox.peer.commands.doctor_swarm import SwarmFacts
         from dilocox.peer.process.prepare import StageNeeds
+        from dilocox.peer.process.starting_stage import stage_of_before
 
         options, manifest = self._options, place.manifest
         with contextlib.closing(SwarmFacts(place, options.invite, self._peer_id)) as swarm:
@@ -178,7 +179,7 @@ class Examination:
                 yield doctor_checks.admission_check(me, refusal)
             self._busy("looking who is there")
             yield doctor_checks.version_check(__version__, manifest.protocol, swarm.versions)
-            before = self._folder.noted_stage(place.run)
+            before = stage_of_before(self._folder, place.run, manifest.stages)
             try:
                 stage = swarm.stage(options.stage, before)
             except InvalidInput as error:

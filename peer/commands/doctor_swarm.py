@@ -24,9 +24,9 @@ from dilocox.dht.reachability import Bandwidth, ask_time, find_reach, measure_ba
 from dilocox.dht.records import ClaimRecord, StageRecord, claim_key
 from dilocox.dht.rpc import LoopThread
 from dilocox.dht.swarm_view import SwarmView, that_count
-from dilocox.peer.process.starting_stage import look_at_stages, named_stage, preferred_stage
+from dilocox.peer.process.starting_stage import look_at_stages, named_stage
 from dilocox.pipeline.partition import plan_stages
-from dilocox.pipeline.stage_choice import live_peers
+from dilocox.pipeline.stage_choice import choose_stage, live_peers
 
 logger = logging.getLogger(__name__)
 
@@ -96,10 +96,11 @@ class SwarmFacts:
     def stage(self, option: str, before: int | None) -> int:
         """The stage that this peer would take. Raises InvalidInput for one that is none."""
         stages = self._place.manifest.stages
-        named = named_stage(option, stages)
-        if named is not None:
+        if (named := named_stage(option, stages)) is not None:
             return named
-        return preferred_stage(self.records, self._own_id, before, stages)
+        if before is not None:
+            return before
+        return choose_stage(self.records, me=self._own_id, num_stages=stages)
 
     # ---- questions -------------------------------------------------------------------------------
     def peer_clock(self, stage: int) -> float | None:

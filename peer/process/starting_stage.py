@@ -13,7 +13,7 @@ from dilocox.dht.records import StageRecord, stage_key
 from dilocox.peer.options import PeerOptions
 from dilocox.peer.state_folder import StateFolder
 from dilocox.pipeline.candidates import Records
-from dilocox.pipeline.stage_choice import choose_stage, live_peers
+from dilocox.pipeline.stage_choice import choose_stage
 
 logger = logging.getLogger(__name__)
 
@@ -28,23 +28,25 @@ JOINING_S = 20.0  # about what it takes until a joiner's own records come
 def chosen_stage(options: PeerOptions, joined: Joined, folder: StateFolder) -> int:
     """The stage that `--stage` names, or with `auto` the one with the fewest peers.
 
-    A peer that was here before goes back to its stage, whose weights are on its disk, unless that
-    one has other peers and another stage has none. Raises InvalidInput.
+    A peer that was here before goes back to its stage, whose weights are on its disk: after new
+    rules all peers return at once, when every stage looks empty. Where its stage has too many,
+    `Mover` sends it on later. Raises InvalidInput.
     """
     stages = joined.manifest.stages
     named = named_stage(options.stage, stages)
     if named is not None:
         return named
+    if (before := stage_of_before(folder, joined.run, stages)) is not None:
+        return before
     time.sleep(random.uniform(0, JITTER_S))
     me = joined.identity.peer_id
-    before = folder.noted_stage(joined.run)
-    stage = preferred_stage(look_at_stages(joined), me, before, stages)
+    stage = choose_stage(look_at_stages(joined), me=me, num_stages=stages)
     for _ in range(SECOND_THOUGHTS):
         announce_joining(joined, options, stage)
         time.sleep(SECOND_LOOK_S)
         # of those that join at once the smaller id goes first: it has chosen without the others
         seen = _without_later_joiners(look_at_stages(joined), me)
-        better = preferred_stage(seen, me, before, stages)
+        better = choose_stage(seen, me=me, num_stages=stages)
         if better == stage:
             break
         announce_joining(joined, options, stage, gone=True)
@@ -62,6 +64,12 @@ def named_stage(option: str, stages: int) -> int | None:
         has = "stage 0 only" if stages == 1 else f"the stages 0 to {stages - 1}"
         raise InvalidInput(f"--stage {option}: the run has {has}; choose one, or auto")
     return int(option)
+
+
+def stage_of_before(folder: StateFolder, run: str, stages: int) -> int | None:
+    """The stage that this peer chose or moved to last, if the run has it."""
+    noted = folder.noted_stage(run)
+    return noted if noted in range(stages) else None
 
 
 def announce_joining(
@@ -85,17 +93,6 @@ def announce_joining(
     )
     lifetime_s = joined.manifest.deadlines.record_lifetime_s
     joined.swarm.publish(stage_key(joined.run, stage), record, max(lifetime_s, JOINING_S))
-
-
-def preferred_stage(records: Records, me: str, before: int | None, stages: int) -> int:
-    """The stage that this peer takes by itself, by these records and the stage it had before."""
-    stage = choose_stage(records, me=me, num_stages=stages)
-    if before is not None and 0 <= before < stages:
-        others = {number: set(live_peers(here)) - {me} for number, here in records.items()}
-        # Of a stage with nobody only this peer may have the chain.
-        if others.get(stage) or not others.get(before):
-            return before
-    return stage
 
 
 def _without_later_joiners(records: Records, me: str) -> dict[int, dict[str, StageRecord]]:

@@ -121,8 +121,8 @@ def test_in_a_run_of_one_stage_there_is_nothing_to_choose(folder: StateFolder) -
         (None, (0, 1, 1), 0),
         (None, (2, 2, 0), 2),
         (0, (5, 1, 3), 0),  # though another one has fewer
-        (0, (1, 0, 3), 1),  # to others, for another one has nobody
-        # where its own stage has nobody it goes back: only it has the chain
+        # though another one has nobody: after new rules all return at once, and none is there yet
+        (0, (1, 0, 3), 0),
         (0, (0, 0, 0), 0),
         (1, (0, 0, 0), 1),
         (2, (0, 0, 0), 2),
@@ -146,7 +146,6 @@ def test_a_peer_takes_its_stage_of_before_else_the_one_with_the_fewest_and_notes
 def test_own_records_of_before_and_of_peers_that_left_count_for_nobody(
     folder: StateFolder,
 ) -> None:
-    folder.note_stage(RUN, 0)
     answer = {
         0: {"a": stage_record(), "me": stage_record(state="training")},
         1: {"me": stage_record(), "gone": stage_record(state="left")},

@@ -31,7 +31,7 @@ from hivemind import DHT
 from hivemind.dht.node import DHTNode
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
-from hivemind.p2p import PeerID
+from hivemind.p2p import P2P, PeerID
 from hivemind.utils import MPFuture
 
 from dilocox.dht import node_process, protocol, streams
@@ -352,7 +352,7 @@ class RunDHT(DHT):
             self._result(self._ready, timeout_s + START_MARGIN_S)
         except NoAnswer as error:
             raise EnvironmentFault(
-                f"the DHT node did not start within {timeout_s:.0f} s: is this machine overloaded?"
+                f"the DHT node did not start ({error}): is this machine overloaded?"
             ) from error
         except DilocoxError:
             raise
@@ -368,6 +368,17 @@ class RunDHT(DHT):
     def running(self) -> bool:
         """Whether child and p2pd live; when they have died, only a new node helps."""
         return not self._ended and self.is_alive()
+
+    async def replicate_p2p(self) -> P2P:
+        """As hivemind's, one handle to p2pd for each process; raises `NoAnswer`, where hivemind's
+        waits for a node for ever that has just died."""
+        if self._p2p_replica is None or self._origin_pid != os.getpid():
+            try:
+                address = daemon_address(self, QUESTION_LIMIT_S)
+            except FutureTimeout as error:
+                raise NoAnswer("the DHT process did not say where p2pd listens") from error
+            self._origin_pid, self._p2p_replica = os.getpid(), await P2P.replicate(address)
+        return self._p2p_replica
 
     def find_news(
         self, known: Mapping[str, Collection[bytes]], *, thorough: bool, timeout_s: float

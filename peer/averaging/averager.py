@@ -52,7 +52,7 @@ from dilocox.compression.group_quantization import PayloadRefused
 from dilocox.compression.stage_codec import StageCodec, StageEncoder
 from dilocox.compression.workers import Workers
 from dilocox.dht.addresses import Reachability
-from dilocox.dht.errors import InvalidInput
+from dilocox.dht.errors import EnvironmentFault, InvalidInput, reason_of
 from dilocox.dht.node_process import (
     BlockingPipe,
     freeze_for_fork,
@@ -197,13 +197,12 @@ class StageAverager(PeerService, DecentralizedAverager):
         super().__init__(
             (torch.zeros(1),),  # for its own reduction, which is not used
             local.dht,
-            start=True,
+            start=False,
             prefix=averaging_prefix(local.run, local.stage),
             min_matchmaking_time=matchmaking_s,
             request_timeout=0.6 * matchmaking_s,  # must be smaller, or matchmaking may deadlock
             allow_state_sharing=False,
         )
-        self._open()
 
     # ---- in the trainer's process ----------------------------------------------------------------
     def exchange(self, order: ExchangeOrder) -> Future[AttemptResult]:
@@ -248,12 +247,17 @@ class StageAverager(PeerService, DecentralizedAverager):
 
     shutdown = close  # what hivemind calls the same thing
 
-    def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
-        """Start without hivemind's SIGINT handling: Ctrl-C belongs to the trainer's process."""
+    def begin(self) -> None:
+        """Start the process and wait until it serves; EnvironmentFault: it does not. Without
+        hivemind's SIGINT handling: Ctrl-C belongs to the trainer's process."""
         freeze_for_fork()
         self.start()
-        if await_ready:
-            self.wait_until_ready(timeout)
+        try:
+            self._ready.result(START_LIMIT_S)
+        except Exception as error:
+            reason = reason_of(error)
+            raise EnvironmentFault(f"the averaging process did not start: {reason}") from error
+        self._open()
 
     # ---- in the averaging process: life ----------------------------------------------------------
     def run(self) -> None:

@@ -482,6 +482,7 @@ def _averager(
     stop.defer()  # a process that was forked half-way could not be closed
     averager = StageAverager(local, buffers)
     try:
+        averager.begin()
         stop.resume()
         yield averager
     finally:

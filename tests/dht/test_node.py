@@ -1,5 +1,6 @@
 """Real nodes on loopback: what they exchange, what they refuse, and how they end."""
 
+import asyncio
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import P2P, P2PDaemonError
 from hivemind.utils import timed_storage
 
+from dilocox.dht import node
 from dilocox.dht.addresses import FallbackPeers, Reachability
 from dilocox.dht.clock import RunClock
 from dilocox.dht.errors import BootstrapsSilent, EnvironmentFault, InvalidInput
@@ -179,8 +181,8 @@ def test_value_over_the_limit_never_leaves(second: Node, run: str):
 
 def test_no_node_passes_on_the_streams_of_strangers(first: Node, second: Node) -> None:
     """By default each would, 4 GiB at a time."""
-    for node in (first, second):
-        given = Path(f"/proc/{node[0].p2pd_pid}/cmdline").read_bytes().split(b"\0")
+    for opened in (first, second):
+        given = Path(f"/proc/{opened[0].p2pd_pid}/cmdline").read_bytes().split(b"\0")
         assert b"-relay=0" in given
 
 
@@ -191,9 +193,12 @@ def test_what_a_node_sends_and_receives_is_counted(second: Node, run: str):
     assert second[0].carried_bytes() - before > 10 * 300  # a signed record has some 600 bytes
 
 
-def test_stopped_node_leaves_its_caller_a_deadline(second: Node, run: str):
+def test_stopped_node_leaves_its_caller_a_deadline(
+    second: Node, run: str, monkeypatch: pytest.MonkeyPatch
+):
     dht, swarm, _ = second
     assert dht.pid
+    monkeypatch.setattr(node, "QUESTION_LIMIT_S", 0.2)
     os.kill(dht.pid, signal.SIGSTOP)
     try:
         started = time.monotonic()
@@ -201,6 +206,8 @@ def test_stopped_node_leaves_its_caller_a_deadline(second: Node, run: str):
         for _ in range(100):  # more than the pipe to the node holds
             swarm.publish(part_key(run, 0), PartRecord(part=0, position=0), 60, timeout_s=0.002)
         assert not swarm.bootstrap_answers(0.2)
+        with pytest.raises(NoAnswer, match="where p2pd listens"):
+            asyncio.run(dht.replicate_p2p())
         assert time.monotonic() - started < 10.0
     finally:
         os.kill(dht.pid, signal.SIGCONT)

@@ -212,9 +212,9 @@ class PipelineSpec:
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
 class InnerSpec:
-    """The inner optimizer. Its learning rate warms up over `warmup_tokens` of the run, then follows
-    `schedule` down to `final_fraction` of itself at the run's end. `precision` is that of a GPU; a
-    CPU computes in fp32.
+    """The inner optimizer. Its learning rate warms up over `warmup_tokens` of the run, those of all
+    replicas together, then follows `schedule` down to `final_fraction` of itself at the run's end.
+    `precision` is that of a GPU; a CPU computes in fp32.
 
     schedule: "cosine" or "linear" all the way; "wsd" (warmup, stable, decay) falls in a line over
         the last `decay_share` of the run; "constant" never falls.

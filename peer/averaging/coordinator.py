@@ -35,7 +35,7 @@ from dilocox.peer.averaging.events import EventQueue, Failed
 from dilocox.peer.averaging.follower import ChainFollower
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.averaging.loop_status import LoopStatus
-from dilocox.peer.averaging.proven_heads import ProvenHeads, anybody_known
+from dilocox.peer.averaging.proven_heads import ProvenHeads, anybody_known, others_pace
 from dilocox.peer.chain.rollback import last_rollback
 from dilocox.peer.memory_and_disk import check_use
 from dilocox.peer.rounds.record import SendFacts
@@ -255,6 +255,11 @@ class Coordinator(threading.Thread):
     @property
     def tokens_at_start(self) -> int:
         return self.chain.tokens_at_start
+
+    @property
+    def others_pace(self) -> float:
+        """On how many tokens all other replicas train while this peer's trains on one."""
+        return others_pace(self.view, self.chain.last_record)
 
     @property
     def applying(self) -> bool:

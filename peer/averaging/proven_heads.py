@@ -6,6 +6,8 @@ A head is in the records of stage 0 alone, which peers of other stages do not ke
 train with it are in theirs, and say in the DHT, signed, whose replica they are in. Keys that never
 trained anything have no such members in the chain, however many they are; a new head has some after
 a few rounds. Until any head has, all count.
+
+`others_pace` says how fast the other replicas train, as far as records and what heads say show it.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Mapping
 
 from dilocox.dht.records import StageRecord
 from dilocox.dht.swarm_view import Heads, SwarmView
+from dilocox.peer.averaging.announcer import COUNTED_FIRST
 from dilocox.peer.rounds.record import RoundRecord
 from dilocox.peer.rounds.standing import FORGOTTEN_ROUNDS, credits, voters
 
@@ -63,3 +66,15 @@ class ProvenHeads:
         told = {peer for bells in view.bells.values() for peer in bells}
         known = credits({*leading, *told, *view.run_claims}, newest.standings, following)
         return voters(known, among=leading)
+
+
+def others_pace(view: SwarmView, newest: RoundRecord | None) -> float:
+    """On how many tokens all other replicas train while that of this peer, of stage 0, trains on
+    one: by its newest record, but at most on as many each, since this one may have come late to
+    that round. Before the first record each head in view counts, of a crowd a few.
+    """
+    if newest is None:
+        return min(len(view.leading.keys() - {view.me}), COUNTED_FIRST - 1)
+    others = [each.tokens for each in newest.contributions if each.peer != view.me]
+    own = newest.member(view.me)
+    return len(others) if own is None else min(len(others), sum(others) / own.tokens)

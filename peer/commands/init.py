@@ -36,7 +36,8 @@ from dilocox.peer.os_process import counted
 T = TypeVar("T")
 
 TOKENS_A_PARAMETER = 20  # Chinchilla's (arXiv 2203.15556)
-WARMUP_SHARE = 0.05  # of the run, at most; 0.01 where a preset says nothing
+# Of the run, at most; 0.01 where a preset says nothing. Presets name the tokens of one replica.
+WARMUP_SHARE = 0.05
 LINK_ROOM = 2  # times the bytes of an exchange that its deadline leaves room for
 _NUMBER = r"(\d{1,9}(?:\.\d{1,9})?)"
 _MACHINES = re.compile(
@@ -223,7 +224,8 @@ def _fitted(run: Manifest, machines: Hardware, tokens: int) -> Manifest:
     needed = (StageNeeds(run, stage) for stage in stage_kinds(run))
     least_s = max(needs.least_exchange_s(machines.upload_bytes_s) for needs in needed)
     wanted_s = math.ceil(LINK_ROOM * least_s)
-    warmup = min(run.inner.warmup_tokens or tokens // 100, int(WARMUP_SHARE * tokens))
+    warmup = run.inner.warmup_tokens * max(1, machines.number // run.stages)
+    warmup = min(warmup or tokens // 100, int(WARMUP_SHARE * tokens))
     return replace(
         run,
         end_tokens=tokens,

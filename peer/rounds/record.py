@@ -23,7 +23,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from statistics import median_low
 from typing import Annotated, Final
 
@@ -202,7 +202,7 @@ class RoundRecord:
         """
         return sum(member.tokens for member in self.contributions)
 
-    @property
+    @cached_property
     def contributions(self) -> tuple[Contribution, ...]:
         """The members whose values are in the average, at least in part."""
         counted = {peer for part in self.last_parts if part.numel for peer in part.contributors}

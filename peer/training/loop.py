@@ -97,6 +97,9 @@ class Learner:
         # Kept here and not in the coordinator's thread: between a merge and its noticing it, the
         # learning rate would fall back by a whole record.
         self._chain_tokens = coordinator.tokens_at_start
+        # Trained on since the send whose round the newest record is of: what the others have done
+        # since they sent theirs is reckoned by it.
+        self._tokens_since = 0
         self._states_taken = 0
         self._lease = coordinator.events.lease
         self._lease.on_taken = snapshots.interrupt
@@ -185,6 +188,7 @@ class Learner:
         self._meter.stepped(stepped, tokens, seconds)
         if not stepped.skipped:
             self._merge.trained(tokens)
+            self._tokens_since += tokens
             self._started_over = False
         elif not math.isfinite(norm(self._merge.progress.live)):
             self._start_over()  # no inner step would be taken any more
@@ -193,9 +197,12 @@ class Learner:
 
     @property
     def tokens_of_run(self) -> int:
-        """The run's tokens as this peer knows them: the chain's, and its own since."""
+        """The run's tokens as this peer knows them: the chain's, its own that no record holds, and
+        as many as the other replicas should have trained on since the chain's newest record.
+        """
         in_flight = sum(send.tokens for send in self._merge.fly.values())
-        return self._chain_tokens + in_flight + self._merge.tokens
+        others = int(self._coordinator.others_pace * self._tokens_since)
+        return self._chain_tokens + in_flight + self._merge.tokens + others
 
     @property
     def finished(self) -> bool:
@@ -407,6 +414,8 @@ class Learner:
             contributor=bool(record.counted(self._me)),
         )
         self._lease.give_back()
+        # without a send for it this peer had trained on nothing, or is a round behind
+        self._tokens_since = self._merge.tokens if record.round in self._merge.fly else 0
         buffers, own, error = self._model.buffers, None, None
         if facts.contributor and record.round in self._merge.fly:
             if event.remainder:
@@ -462,7 +471,7 @@ class Learner:
             untold=passed,
             records=max(1, state.round - since),
         )
-        self._chain_tokens = state.chain_tokens
+        self._chain_tokens, self._tokens_since = state.chain_tokens, 0
         self._meter.reporter.event("resynced", round=state.round)
         self._save()  # the log begins at this state now, and an older snapshot cannot follow it
 

@@ -100,6 +100,7 @@ class FakeCoordinator:
         self.view = SwarmView(me=ME)
         self.undecided = False
         self.tokens_at_start = 0
+        self.others_pace = 0.0
         self.applying = False
         self.newest_round = -1
         self.outcome_limit_s = self.end_limit_s = 60.0

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from dilocox.dht.records import ClaimRecord, ReplicaRecord, StageRecord
 from dilocox.dht.swarm_view import Heads, SwarmView
-from dilocox.peer.averaging.proven_heads import PROVEN_ROUNDS, ProvenHeads
+from dilocox.peer.averaging.proven_heads import PROVEN_ROUNDS, ProvenHeads, others_pace
 from dilocox.peer.rounds.record import Contribution, ReducedShare, RoundRecord
 from dilocox.peer.rounds.standing import FORGOTTEN_ROUNDS, Standing
 from tests.peer.fabricated import digest, stage_record
@@ -96,3 +96,30 @@ def test_peers_of_later_stages_go_by_whom_those_name_that_vote_in_theirs() -> No
 def test_where_the_old_heads_are_gone_the_new_ones_go_on() -> None:
     view = SwarmView(me="new", replicas=of_heads("new", "newer"))
     assert counting(0, view, "gone") == {"new", "newer"}
+
+
+# ---- how fast the others train -------------------------------------------------------------------
+def pace(own: int, *others: int, counted: bool = True) -> float:
+    """By a record in which members stated these tokens."""
+    tokens = {"me": own} | {f"other {place}": each for place, each in enumerate(others)}
+    tokens = dict(sorted(tokens.items()))
+    made = record(3, *(peer for peer in tokens if counted or peer != "me"))
+    members = tuple(Contribution(peer=peer, tokens=each) for peer, each in tokens.items())
+    return others_pace(SwarmView(me="me"), replace(made, members=members))
+
+
+def test_the_others_train_as_fast_as_the_newest_record_says_but_none_faster_than_this_peer() -> (
+    None
+):
+    assert pace(100) == 0
+    assert pace(100, 100, 100, 100) == 3
+    assert pace(400, 100, 100, 100) == 0.75, "this machine is fast"
+    assert pace(1, 100, 100, 100) == 3, "it came at the round's end"
+    assert pace(100, 100, 300, counted=False) == 2
+
+
+def test_before_the_first_record_heads_in_view_count_and_of_a_crowd_a_few() -> None:
+    assert others_pace(SwarmView(me="a"), None) == 0
+    assert others_pace(SwarmView(me="a", replicas=of_heads("a", "b", "c")), None) == 2
+    crowd = SwarmView(me="a", replicas=of_heads("a", *CROWD, *map(str, range(1000))))
+    assert others_pace(crowd, None) < 16

@@ -192,7 +192,8 @@ def test_the_text_says_the_same_as_the_plan(name: str, tmp_path: Path) -> None:
     assert (manifest.batch, manifest.codec) == (batch, preset.codec)
     assert (manifest.rounds, manifest.data) == (preset.rounds, preset.data)
     assert manifest.inner.learning_rate == preset.inner.learning_rate
-    assert manifest.inner.warmup_tokens == (preset.inner.warmup_tokens or 3 * 10**8)
+    replicas = 2  # of four machines
+    assert manifest.inner.warmup_tokens == (replicas * preset.inner.warmup_tokens or 3 * 10**8)
 
 
 @pytest.mark.usefixtures("unsized")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -335,13 +335,46 @@ def test_skipped_steps_use_data_but_count_no_tokens(led: Leader) -> None:
 def test_the_learning_rate_follows_the_runs_tokens(tmp_path: Path) -> None:
     inner = {"learning_rate": 0.01, "warmup_tokens": 100 * STEP_TOKENS}
     led = leader(Loop(tmp_path, manifest(stages=2, inner=inner)))
+    led.loop.fake.others_pace = 1.0
     for _ in range(3):
         led.role.turn()
     rates = [rate for _, rate in led.head.fed]
-    assert rates == pytest.approx([0.0001, 0.0002, 0.0003])
-    merged(led, 0, mine=False)  # 200 tokens of others
+    assert rates == pytest.approx([0.0001, 0.0003, 0.0005]), "the other replica trains, too"
+    merged(led, 0, mine=False)  # 200 tokens of others, and this peer is a round behind
     led.role.turn()
     assert led.head.fed[-1][1] == pytest.approx(0.01 * (200 + 4 * STEP_TOKENS) / 1600)
+    led.role.turn()
+    assert led.head.fed[-1][1] == pytest.approx(0.01 * (200 + 6 * STEP_TOKENS) / 1600)
+
+
+def test_the_learning_rate_does_not_jump_when_a_record_comes(tmp_path: Path) -> None:
+    """Of two replicas, as fast as each other, one round after the other; the others' steps were
+    seen only when a record came, so that a run's warmup was over after the first one.
+    """
+    inner = {"learning_rate": 0.01, "warmup_tokens": 1600}
+    led = leader(Loop(tmp_path, manifest(stages=2, inner=inner)))
+    loop = led.loop
+    loop.fake.others_pace = 1.0
+    steps, expected = 0, list[float]()
+
+    def turns(count: int) -> None:
+        nonlocal steps
+        for _ in range(count):
+            expected.append(0.01 * (2 * steps * STEP_TOKENS + STEP_TOKENS) / 1600)
+            led.role.turn()
+            steps += 1
+
+    for number in range(4):
+        turns(6 if number == 0 else 4)
+        loop.send(number)
+        turns(2)  # while the exchange runs
+        event = loop.committed(number, 0.0, mine=True)
+        chain_tokens = 2 * (steps - 2) * STEP_TOKENS
+        loop.fake.events.put(
+            replace(event, record=replace(event.record, chain_tokens=chain_tokens))
+        )
+        loop.learner.take_events()
+    assert [rate for _, rate in led.head.fed] == pytest.approx(expected)
 
 
 # ---- validation ----------------------------------------------------------------------------------

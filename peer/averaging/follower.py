@@ -230,7 +230,7 @@ class ChainFollower:
         stated = self._wanted = self._best(view)
         if stated is None:
             return
-        missing_bytes = (stated.round - self.head.round) * stated.record_bytes
+        missing_bytes = self._missing_records(stated) * stated.record_bytes
         may_help = self._clock.monotonic() >= self._no_state_before
         limit_bytes = self._state_bytes if may_help else None
         unsettled = self._unsettled()
@@ -256,6 +256,16 @@ class ChainFollower:
             lambda reached: self._reached(reached, stated.digest),
             WALK_LIMIT_S,
         )
+
+    def _missing_records(self, stated: ClaimRecord) -> int:
+        """About how many lead from the newest one here to the one that is claimed: rounds that were
+        void, or that a rollback took back, have none. Which is right, their headers say.
+        """
+        rounds, last = stated.round - self.head.round, self.last_record
+        if last is None:
+            return rounds
+        tokens = stated.chain_tokens - self.head.chain_tokens
+        return min(rounds, max(1, math.ceil(tokens / max(1, last.tokens))))
 
     def _begin_state(self, view: SwarmView, needed: _StateNeeded) -> None:
         donors, end = self._donors(view, needed), self._chain_end(view)

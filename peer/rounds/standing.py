@@ -80,6 +80,23 @@ class Standing:
         return replace(self, round=round_number, times=times, left_out=round_number)
 
 
+def _as_of(standings: Iterable[Standing], round_number: int) -> tuple[Standing, ...]:
+    """These as they stand when the chain goes on with this round.
+
+    Where nobody has a record of so many rounds that all would be forgotten, they are nobody's
+    absence: a run that went back goes on behind the rounds that it took back. What is known then
+    stands as in the round before.
+    """
+    known = tuple(standings)
+    gap = round_number - 1 - max((each.round for each in known), default=round_number)
+    if gap < FORGOTTEN_ROUNDS:
+        return known
+    return tuple(
+        replace(each, round=each.round + gap, left_out=each.left_out + gap if each.times else 0)
+        for each in known
+    )
+
+
 def following_standings(
     before: Iterable[Standing],
     round_number: int,
@@ -91,7 +108,7 @@ def following_standings(
     before: of the record before it. heard: by member, which share of the average holds its values.
     excluded: peers that its attempt left out, since others were void.
     """
-    aged = (each.aged(round_number) for each in before)
+    aged = (each.aged(round_number) for each in _as_of(before, round_number))
     known = {each.peer: each for each in aged if each is not None}
     for peer, share in heard.items():
         found = known.get(peer, Standing(peer=peer, round=round_number))
@@ -134,7 +151,7 @@ def voters_before(after: Iterable[Standing], heard: Mapping[str, float]) -> froz
 
 def sitting_out(before: Iterable[Standing], round_number: int) -> set[str]:
     """The peers that take no part in a round, by the record before it."""
-    return {each.peer for each in before if each.sits_out(round_number)}
+    return {each.peer for each in _as_of(before, round_number) if each.sits_out(round_number)}
 
 
 def of_last_rounds(standings: Iterable[Standing], last_round: int) -> set[str]:
@@ -162,7 +179,7 @@ def credits(
     members: Iterable[str], before: Iterable[Standing], round_number: int
 ) -> dict[str, int]:
     """In how many records each of these peers was, as far as it counts in a round."""
-    aged = (each.aged(round_number) for each in before)
+    aged = (each.aged(round_number) for each in _as_of(before, round_number))
     known = {each.peer: each.credited for each in aged if each is not None}
     return {peer: known.get(peer, 0) for peer in members}
 

@@ -457,8 +457,10 @@ class Learner:
         since = merge.round if event.fork_round is None else event.fork_round
         # What the headers do not tell may have been counted, and is not sent again.
         passed = {number for number in merge.unsettled if since < number <= state.round}
-        told, named = event.told, set[int]()
-        if told is not None:
+        told, named, records = event.told, set[int](), state.round - since
+        if told is not None:  # each header is one; of a round before them it is not known
+            headers = {number for number in told.rounds.values() if since < number <= state.round}
+            records = len(headers) + max(0, told.after - since)
             passed = {number for number in passed if number <= told.after}
             named = {number for number in told.named if number > since}
         merge.resync(
@@ -469,7 +471,7 @@ class Learner:
             since=since,
             named=named,
             untold=passed,
-            records=max(1, state.round - since),
+            records=max(1, records),
         )
         self._chain_tokens, self._tokens_since = state.chain_tokens, 0
         self._meter.reporter.event("resynced", round=state.round)

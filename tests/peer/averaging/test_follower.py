@@ -152,10 +152,14 @@ class Behind:
         rounds: int = 5,
         digest: str = "d" * 64,
         holders: tuple[str, ...] = (OTHER,),
+        chain_tokens: int = 99,
     ) -> None:
         """Hear of a chain of so many rounds, begin, and take the answer; two seconds go by."""
         claim = ClaimRecord(
-            round=rounds - 1, digest=digest, chain_tokens=99, record_bytes=record_bytes
+            round=rounds - 1,
+            digest=digest,
+            chain_tokens=chain_tokens,
+            record_bytes=record_bytes,
         )
         self.view = SwarmView(me=self.donor.peer, claims=dict.fromkeys(holders, claim))
         for _ in range(2):
@@ -228,6 +232,19 @@ def test_a_state_is_taken_where_it_is_fewer_bytes_than_the_records(behind: Behin
     behind.look(record_bytes=201, rounds=5)
     behind.look(record_bytes=201, rounds=5)  # and looked for until it is there
     assert behind.asked == [("state", -1)] * 2
+
+
+def test_rounds_without_a_record_cost_no_bytes(behind: Behind) -> None:
+    """A run goes on behind the rounds that a rollback took back: of 200 there is one record."""
+    behind.donor.train(0)
+    behind.chain.committed(0, 1.0, None)
+    behind.chain.applied = 0
+    own = behind.donor.log.head().chain_tokens
+    behind.answers = [nothing(), ConnectionError("gone")]
+    behind.look(record_bytes=201, rounds=206, chain_tokens=2 * own)
+    assert behind.asked == [("records", STATE_BYTES)]
+    behind.look(record_bytes=201, rounds=206, chain_tokens=6 * own)
+    assert behind.asked[1:] == [("state", 0)]
 
 
 def test_where_no_state_would_help_the_records_are_taken_whatever_they_cost(

@@ -60,10 +60,14 @@ def test_who_is_left_out_again_and_again_sits_out_for_longer_each_time(
 
 
 def test_who_was_left_out_often_sits_out_64_rounds_and_is_then_forgotten() -> None:
-    known = after(40, heard={}, left_out=range(40))
-    assert max(number for number in range(40, 999) if sitting_out(known, number)) == 39 + 64
-    assert following_standings(known, 39 + 128 + 5, {}, ()) == known
-    assert following_standings(known, 39 + 128 + 6, {}, ()) == ()
+    known, sat = after(40, heard={"b": 1.0}, left_out=range(40)), list[int]()
+    for number in range(40, 39 + 128 + 6):
+        assert {each.peer for each in known} == {"a", "b"}
+        sat += [number] * len(sitting_out(known, number))
+        known = following_standings(known, number, {"b": 1.0}, ())
+    assert sat == list(range(40, 39 + 64 + 1))
+    known = following_standings(known, 39 + 128 + 6, {"b": 1.0}, ())
+    assert {each.peer for each in known} == {"b"}
 
 
 def test_a_record_remembers_the_newest_of_many() -> None:
@@ -160,7 +164,29 @@ def test_those_who_are_not_here_are_no_measure_of_those_who_are() -> None:
 def test_credit_is_forgotten_with_the_rest() -> None:
     known = after(5, heard={"a": 1.0})
     assert credits("ab", known, 6) == {"a": 5, "b": 0}
-    assert credits("a", known, 5 + FORGOTTEN_ROUNDS) == {"a": 0}
+    for number in range(5, 5 + FORGOTTEN_ROUNDS):
+        known = following_standings(known, number, {"c": 1.0}, ())
+    assert credits("ac", known, 5 + FORGOTTEN_ROUNDS) == {"a": 0, "c": 10}
+
+
+@pytest.mark.parametrize("back", [0, FORGOTTEN_ROUNDS // 2, FORGOTTEN_ROUNDS, 5000])
+def test_rounds_that_a_rollback_takes_back_make_nobody_forgotten(back: int) -> None:
+    """Round numbers go on behind them: all would be new, those who were known for lies as well."""
+    known = after(20, heard={"a": 1.0, "b": 1.0, "away": 1.0})
+    for number in (20, 21):
+        known = following_standings(known, number, {"a": 1.0, "b": 1.0}, {"liar"})
+    here = ["a", "b", "away", "liar", "new"]
+    first = 22 + back
+    assert credits(here, known, first) == dict(zip(here, (10, 10, 10, 0, 0), strict=True))
+    if back in (0, FORGOTTEN_ROUNDS, 5000):  # in a shorter gap it passes as ever
+        assert [sitting_out(known, first + more) for more in (0, 1)] == [{"liar"}] * 2
+    for number in range(first, first + 3):  # and so they stand in the records after it
+        before, heard = known, {"a": 1.0, "b": 1.0, "new": 1.0}
+        known = following_standings(before, number, heard, ())
+        assert follows(known, before, number, heard)
+        credited = credits(here, known, number + 1)
+        assert credited == dict(zip(here, (10, 10, 10, 0, number - first + 1), strict=True))
+    assert not sitting_out(known, first + 3)
 
 
 @pytest.mark.parametrize("seed", range(20))

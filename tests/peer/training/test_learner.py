@@ -427,6 +427,19 @@ def test_a_state_of_others_is_taken_with_ones_own_progress_on_top(loop: Loop) ->
     assert loop.fake.told == [("submit", 5, 1.0, 2 * STEP_TOKENS, 1)]
 
 
+def test_unsent_progress_ages_by_records_and_not_by_rounds_without_one(loop: Loop) -> None:
+    """Of rounds that were void, or that a rollback took back, there is none."""
+    loop.train(2)
+    told = CountedRounds(after=-1, named=frozenset(), rounds={"5" * 64: 205, "4" * 64: 3})
+    loop.fake.events.put(resynced(loop, 205, None, told))
+    loop.learner.between_steps()
+    assert loop.model.merge.tokens == 2 * STEP_TOKENS
+    told = CountedRounds(after=300, named=frozenset(), rounds={"5" * 64: 401})
+    loop.fake.events.put(resynced(loop, 401, None, told))
+    loop.learner.between_steps()
+    assert loop.model.merge.lost_tokens == 2 * STEP_TOKENS, "nobody told of those before"
+
+
 def test_a_send_that_the_new_state_may_hold_is_not_sent_again(loop: Loop) -> None:
     loop.end_round(2)
     loop.fake.events.put(resynced(loop, 5, None))

@@ -79,13 +79,14 @@ class FlatLayout:
         }
 
 
-def split(numel: int, count: int) -> list[slice]:
+def split(numel: int, count: int, group_size: int = GROUP_SIZE) -> list[slice]:
     """Split [0, numel) over `count` reducers by whole groups, the first ones one group larger.
 
     The last group may be shorter. A part is empty where there are fewer groups than reducers.
+    group_size: that of the codec, or a part that is encoded anew would have other codes.
     """
     if count < 1:
         raise ValueError(f"{count} parts: must be 1 or more")
-    size, larger = divmod(group_count(numel), count)
-    borders = [GROUP_SIZE * (index * size + min(index, larger)) for index in range(count + 1)]
+    size, larger = divmod(group_count(numel, group_size), count)
+    borders = [group_size * (index * size + min(index, larger)) for index in range(count + 1)]
     return [slice(min(start, numel), min(stop, numel)) for start, stop in pairwise(borders)]

@@ -59,7 +59,7 @@ __all__ = [
     "warnings",
 ]
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 SIGNED_VERSION = 2
 REVISIONS_OF_A_KEY = 1 << 20  # after n handovers revisions begin at n times this
 MAX_HANDOVERS = 64

@@ -9,7 +9,8 @@ for each row. A member sends its parts to the reducers of its row; the reducer o
 its part over its row. The reducers of a column, one in each row, then average over the rows, each
 one share: the others send it their row's mean of it in 16 bits. A share's mean is encoded once,
 with the run's codec, goes to the other reducers of the column, and each gives it to its row. So all
-members end with the same bytes, and a record's parts are the shares.
+members end with the same bytes, and a record's parts are the shares. They are cut between groups of
+the codec: what a member finds to be its own in a share is what it sent within a part.
 
 With one row this is the flat exchange: a part is a share, and nothing travels between rows.
 
@@ -117,8 +118,9 @@ class Grid:
         """All shares: by phase, then by column, then by the row of the one that encodes it."""
         found: list[Share] = []
         for number, phase in enumerate(phases):
-            for place, part in enumerate(split(phase.numel, self.width)):
-                pieces = split(part.stop - part.start, len(self.rows))
+            group_size = phase.codec.group_size
+            for place, part in enumerate(split(phase.numel, self.width, group_size)):
+                pieces = split(part.stop - part.start, len(self.rows), group_size)
                 for row, piece in zip(self.rows, pieces, strict=True):
                     start, stop = part.start + piece.start, part.start + piece.stop
                     found.append(Share(phase=number, reducer=row[place], start=start, stop=stop))

@@ -32,7 +32,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from dilocox.compression.group_quantization import GROUP_SIZE, GroupCodec
+from dilocox.compression.group_quantization import GroupCodec
 from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import Compression, StageCodec, StageMeans
 from dilocox.compression.workers import ALONE, Workers
@@ -449,7 +449,7 @@ def _check_parts(record: RoundRecord, codec: StageCodec) -> None:
         previous, phase, position = part.phase, phases[part.phase], positions[part.phase]
         if part.start != position or part.stop < part.start:
             raise RecordRefused(f"part {part.start}:{part.stop} does not follow {position}")
-        if part.stop % GROUP_SIZE and part.stop != phase.numel:
+        if part.stop % phase.codec.group_size and part.stop != phase.numel:
             raise RecordRefused(f"part {part.start}:{part.stop} ends within a group")
         if not part.contributors:
             raise RecordRefused("a part was made by nobody")

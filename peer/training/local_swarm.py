@@ -131,7 +131,8 @@ class LocalSwarm:
         for number, phase in enumerate(self.codec.phases(self.ranks)):
             sent = [encoder.vector(number, vectors) for encoder in encoders]
             mean, counted = torch.empty(phase.numel), [list[slice]() for _ in messages]
-            for reducer, part in enumerate(split(phase.numel, len(messages))):
+            parts = split(phase.numel, len(messages), phase.codec.group_size)
+            for reducer, part in enumerate(parts):
                 if part.stop > part.start:
                     values = {name: each[part] for name, each in zip(weight, sent, strict=True)}
                     mean[part], heard = self.reduce(number, reducer, values, weight)

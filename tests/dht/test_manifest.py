@@ -105,9 +105,9 @@ def test_three_fields_make_a_manifest(tmp_path: Path):
         ("data: {format: text}", "data.format is 'text' with data.source 'stdlib'"),
         ("data: {held_out: xyz}", "data.held_out is 'xyz'; it must be 64 hex digits or empty"),
         ("codec: {scheme: top_k}", "codec.scheme is 'top_k'; it must be low_rank or dense"),
-        ("protocol: 5", "protocol is 5; this dilocox speaks protocol 16: install the version"),
-        ("protocol: 17\nnew_field: 1", "protocol is 17; this dilocox speaks protocol 16: install"),
-        ("protocol: one", "protocol is 'one'; this dilocox speaks protocol 16"),
+        ("protocol: 5", "protocol is 5; this dilocox speaks protocol 17: install the version"),
+        ("protocol: 18\nnew_field: 1", "protocol is 18; this dilocox speaks protocol 17: install"),
+        ("protocol: one", "protocol is 'one'; this dilocox speaks protocol 17"),
     ],
 )
 def test_wrong_field_is_named_with_value_and_mend(tmp_path: Path, lines: str, message: str):

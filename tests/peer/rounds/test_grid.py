@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from dilocox.compression.group_quantization import GroupCodec
-from dilocox.compression.stage_codec import Phase
+from dilocox.compression.layout import FlatLayout
+from dilocox.compression.stage_codec import Compression, Phase, StageCodec
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest_sections import RobustRule
 from dilocox.peer.rounds.grid import Grid
@@ -101,8 +102,9 @@ def test_what_a_row_voted_reaches_every_other_member_once(count: int, row_size: 
 
 
 @pytest.mark.parametrize("numel", [64, 640, 6400, 6401])
-def test_shares_tile_each_phase_by_whole_units(numel: int) -> None:
-    codec = GroupCodec(4)
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 64), (2, 256)])
+def test_shares_tile_each_phase_by_whole_units(numel: int, bits: int, group_size: int) -> None:
+    codec = GroupCodec(bits)
     phase = Phase(numel=numel, codec=codec, row_codec=GroupCodec(16))
     grid = Grid.of(b"id", names(12), names(12), 4)
     shares = grid.shares([phase, phase])
@@ -111,8 +113,29 @@ def test_shares_tile_each_phase_by_whole_units(numel: int) -> None:
         own = [share for share in shares if share.phase == number]
         assert own[0].start == 0 and own[-1].stop == numel
         assert all(left.stop == right.start for left, right in pairwise(own))
-        assert all(share.stop % 64 == 0 or share.stop == numel for share in own)
+        assert all(share.stop % group_size == 0 or share.stop == numel for share in own)
     assert {share.reducer for share in shares} == set(names(12))
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8, 16])
+def test_what_a_member_takes_out_of_its_message_is_what_it_sent(bits: int) -> None:
+    """A member encodes a column, and its residual is measured by the shares of the record."""
+    layout = FlatLayout.of([("weight", (123, 97))])
+    scheme = Compression(
+        scheme="dense", bits=bits, max_factor=2.0**16, rank=1, min_rank=1, max_rank=1
+    )
+    codec = StageCodec(layout, scheme)
+    (phase,), rows = codec.phases(()), 3
+    shares = Grid.of(b"id", names(12), names(12), 4).shares([phase])
+    message = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0))
+    sent = torch.empty(layout.numel)
+    for first in range(0, len(shares), rows):
+        column = slice(shares[first].start, shares[first + rows - 1].stop)
+        payload = phase.codec.encode(message[column])
+        sent[column] = phase.codec.decode(payload, column.stop - column.start)
+    left = message.clone()
+    codec.means((), ()).take_out(left, [slice(share.start, share.stop) for share in shares])
+    assert torch.equal(left, message - sent)
 
 
 # ---- without faults ------------------------------------------------------------------------------

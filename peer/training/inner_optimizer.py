@@ -16,8 +16,8 @@ AdamW steps everything, or, where the run chose Muon, all that Muon is not for. 
 (https://kellerjordan.github.io/posts/muon/) steps matrices between hidden states only: the 2-D
 weights of the layers. A stage's parameters have the names that they have in the whole model, and in
 every family that can be cut the layers are a list inside the decoder, so theirs are called
-`model.layers.7.mlp.up_proj.weight` or `gpt_neox.layers.7.attention.dense.weight`; embeddings, final
-norm and head are outside that list. Stacked weights of experts (3-D) and a layer's odd tensors
+`model.layers.7.mlp.up_proj.weight` or `model.decoder.layers.7.fc1.weight`; embeddings, final norm
+and head are outside that list. Stacked weights of experts (3-D) and a layer's odd tensors
 (`A_log`, biases of experts) stay with AdamW.
 """
 
@@ -46,8 +46,8 @@ MOST_LOSS_SCALE = 2.0**24  # a backward in fp16 has overflowed long before
 _ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
 _MUON_STATE = ("momentum_buffer",)
 
-# Decoder, list of layers, number of the layer, and a weight in it.
-_LAYER_WEIGHT = re.compile(r"[^.]+\.[^.]+\.\d+\.(.+\.)?weight")
+# Decoder (two names in opt), list of layers, number of the layer, and a weight in it.
+_LAYER_WEIGHT = re.compile(r"([^.]+\.){2,3}\d+\.(.+\.)?weight")
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 
@@ -125,6 +125,11 @@ def inner_parts(named: Iterable[tuple[str, nn.Parameter]], spec: InnerSpec) -> l
         rest = [item for item in rest if not is_for_muon(*item)]
         if hidden:
             parts.append(_muon(muon, hidden, spec))
+        else:
+            logger.warning(
+                "inner.optimizer is muon, and no weight here has the name of a matrix in a layer: "
+                "AdamW steps them all"
+            )
     if rest:
         parts.append(_adamw(rest, spec))
     return parts

@@ -167,13 +167,17 @@ def test_vectors_have_no_weight_decay() -> None:
     torch.testing.assert_close(after["0.weight"], before["0.weight"] * (1 - 1e-2 * 0.1))
 
 
-def test_a_stage_without_weights_for_muon_trains_with_adamw_all_the_same() -> None:
+def test_a_stage_without_weights_for_muon_trains_with_adamw_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     ours, plain = (nn.Sequential(nn.Embedding(32, 8), nn.LayerNorm(8)) for _ in range(2))
     ours.load_state_dict(plain.state_dict())
     for module, kind in ((ours, "muon"), (plain, "adamw")):
         module(torch.arange(5)).square().sum().backward()
         assert optimizer_of(module, kind).step(1.0, 1e-2)
     assert same(weights(ours), weights(plain))
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert "AdamW steps them all" in said
 
 
 @EITHER

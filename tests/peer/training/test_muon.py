@@ -41,7 +41,8 @@ def test_muon_takes_the_matrices_of_a_llamas_layers_and_a_stage_its_part_of_them
 
 
 @pytest.mark.parametrize(
-    "family", ["gpt_neox", "qwen3", "mistral", "olmo2", "phi3", "granite", "mixtral", "gpt_oss"]
+    "family",
+    ["gpt_neox", "qwen3", "mistral", "olmo2", "phi3", "granite", "mixtral", "gpt_oss", "opt"],
 )
 def test_of_any_family_muon_takes_no_embedding_no_head_and_no_vector(family: str) -> None:
     sizes = {**LLAMA, "model_type": family, "pad_token_id": 0}

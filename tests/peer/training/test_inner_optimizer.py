@@ -180,6 +180,18 @@ def test_a_stage_without_weights_for_muon_trains_with_adamw_and_says_so(
     assert "AdamW steps them all" in said
 
 
+def test_in_the_norm_of_millions_of_values_no_small_one_is_lost() -> None:
+    """torch adds fp32 squares up in one vector: beside a large one those of 2^22 ones are none, and
+    an embedding of 2^28 values had a norm 4 % too small.
+    """
+    weight = nn.Parameter(torch.zeros(1 << 22))
+    optimizer = InnerOptimizer([("weight", weight)], SPEC)
+    weight.grad = torch.ones(1 << 22)
+    weight.grad[:16] = 4096.0
+    exact = float(weight.grad.double().square().sum())
+    assert optimizer.squared_norm() == pytest.approx(exact, rel=1e-4)
+
+
 @EITHER
 def test_two_stages_with_one_clip_factor_equal_the_whole(kind: str) -> None:
     whole, halved = model(kind), model(kind)

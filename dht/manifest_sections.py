@@ -294,7 +294,8 @@ class RoundSpec:
     inner_steps: H, inner steps of a round.
     min_inner_steps, max_inner_steps: bounds for what a record may name as the next H; a quarter
         and four times of inner_steps if left out.
-    max_age: unsent progress older than this many records is dropped.
+    max_age: unsent progress older than this many records is dropped, and so is the residual of a
+        peer that was in none of so many.
     records_kept: records that every peer keeps for those that missed them.
     log_bytes: of its records a peer keeps no more than so many bytes, but the newest four; the
         bootstrap keeps so many bytes of every stage's older records, too.

@@ -13,10 +13,11 @@ contribution to a record:
     every record then  u = start - p;  p = A - w * (u + deltas in flight);  start = p + u
     void               E = m - delta;  start += delta       (the send is undone; A and p stay)
 
-With decay 1 and any schedule: sum of all inner steps = own c in committed records + E + m in flight
-+ (start - p). `rebase` has w = 0.75, `reset` w = 0; `none` waits for its own record, so its u is 0
-and w plays no part. One code path serves the three; when a record is applied is the caller's
-business.
+What is unsent for `max_age` records is dropped, and so is E after as many without a send of this
+peer. Before that, with decay 1 and any schedule: sum of all inner steps = own c in committed
+records + E + m in flight + (start - p). `rebase` has w = 0.75, `reset` w = 0; `none` waits for its
+own record, so its u is 0 and w plays no part. One code path serves the three; when a record is
+applied is the caller's business.
 
 Where a record names a send that was undone after all (nobody knew of the record for long, or
 another chain has it), what is unsent or in flight holds that send once more: nothing of it is kept,
@@ -62,6 +63,7 @@ class Residual:
         """vector [n]: adopted, and changed in place; its values do not matter."""
         self._vector = vector
         self.empty = True
+        self.age = 0  # records applied since one with a send of this peer settled it
 
     @property
     def values(self) -> Tensor:
@@ -80,7 +82,7 @@ class Residual:
 
     def clear(self) -> None:
         """Nothing is unsent any more."""
-        self.empty = True
+        self.empty, self.age = True, 0
 
     def take(self, delta: Tensor) -> Tensor:
         """A send: the message, delta + residual [n], which takes the residual's place."""
@@ -108,7 +110,7 @@ class Residual:
             stays = slice(decays.stop, max(decays.stop, part.stop))
             self._vector[stays].copy_(values[stays])
             end = stays.stop
-        self.empty = False
+        self.empty, self.age = False, 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +133,8 @@ class MergeConfig:
     decay: float = 0.95
     """How much of the codec's error the residual keeps."""
     max_age: int = 8
-    """Records after which unsent progress is dropped."""
+    """Records after which unsent progress is dropped, and so is the residual, if no send of this
+    peer was in one of them."""
 
     def __post_init__(self) -> None:
         if not (0 <= self.weight <= 1 and 0 <= self.decay <= 1):
@@ -289,6 +292,7 @@ class Merge:
             "digest": self.digest,
             "tokens": self.tokens,
             "age": self.age,
+            "residual_age": self.residual.age,
             "trained": self.trained_tokens,
             "counted_tokens": self.counted_tokens,
             "unsent": self._unsent,
@@ -334,7 +338,7 @@ class Merge:
             self.fly[number] = Send(delta.clone(), self.residual.take_again(sent), tokens)
         self._counted = {number: tokens for number, tokens in facts["counted"]}  # noqa: C416
         self._unsent = facts["unsent"]
-        self.age = facts["age"]
+        self.age, self.residual.age = facts["age"], facts["residual_age"]
         self.tokens = facts["tokens"]
         self.trained_tokens = facts["trained"]
         self.counted_tokens = facts["counted_tokens"]
@@ -551,6 +555,9 @@ class Merge:
         self.age += records if self._unsent else 0
         if self.age >= self.config.max_age:
             self.drop()
+        self.residual.age += records if outcome is not Outcome.COUNTED else 0
+        if not self.fly and self.residual.age >= self.config.max_age:
+            self.residual.clear()  # it is older than what is dropped of the progress
         self.progress.rebase(self.anchor, self._in_flight(), self.config.weight)
 
     def _in_flight(self) -> list[Tensor]:

@@ -45,7 +45,7 @@ def averaged(
     for number, phase in enumerate(codec.phases(ranks)):
         own = {peer: encoders[peer].vector(number, vectors) for peer in members}
         vector, lossless = torch.zeros(phase.numel), torch.zeros(phase.numel)
-        for index, place in enumerate(split(phase.numel, len(members))):
+        for index, place in enumerate(split(phase.numel, len(members), phase.codec.group_size)):
             here = {
                 peer: encode(phase.codec, own[peer][place])
                 for peer in members

@@ -18,7 +18,7 @@ import torch
 
 from dilocox.dht.manifest import CodecSpec, OuterSpec, RoundSpec
 from dilocox.peer.training.merge import Merge, MergeConfig, Outcome, RecordFacts, Remainder
-from tests.peer.training.merging import Peer, unsent
+from tests.peer.training.merging import Peer, one, unsent
 
 H = 4
 
@@ -248,6 +248,36 @@ def test_error_of_the_codec_goes_with_the_next_message() -> None:
     peer.merge.void(1)  # E is 0.5 again, and start - p is 4
     assert peer.merge.residual.values.item() == 0.5
     assert unsent(peer.merge).item() == 4
+
+
+def test_the_error_of_the_codec_does_not_grow_older_than_progress_may() -> None:
+    """Who was away for hundreds of records would send an error of weights that are long gone."""
+    peer = Peer(MergeConfig(weight=0.75, decay=0.5, max_age=2))
+    peer.steps(4)
+    peer.send(0)
+    peer.record(0, 4, mine=3)  # E = 0.5
+    peer.record(1, 4)
+    peer.steps(4)
+    assert peer.send(2) == 4.5, "one record later it is sent"
+    assert peer.record(2, 4) is Outcome.UNDONE
+    assert peer.merge.residual.norm == 0, "the second record without it"
+    peer.steps(4)
+    assert peer.send(3) == 8
+    peer.record(3, 4, mine=7)
+    assert peer.merge.residual.norm == 0.5
+
+
+def test_the_error_of_the_codec_ages_through_a_restart_and_with_a_state_of_others() -> None:
+    config = MergeConfig(weight=0.75, decay=0.5, max_age=3)
+    for records in (1, 2):
+        peer = Peer(config)
+        peer.steps(4)
+        peer.send(0)
+        peer.record(0, 4, mine=3)
+        peer.record(1, 4)
+        again = Merge.from_state(config, one(0), *peer.merge.state())
+        again.resync(9, "other", one(1), one(0), since=1, named=(), records=records)
+        assert (again.residual.norm == 0) == (records == 2)
 
 
 def test_left_out_parts_stay_whole_and_undecayed_in_the_residual() -> None:

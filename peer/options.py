@@ -524,6 +524,9 @@ class AnchorOptions:
     dtype: Dtype = "fp32"
     host: Host = "0.0.0.0"
     timeout_s: Timeout = 600
+    archive_first: Annotated[
+        bool, "Ask the operator's bootstrap before volunteers, as on its own machine."
+    ] = False
     log_level: LogLevel = "warning"
 
 

@@ -4,8 +4,10 @@ bootstrap. Apart from the command, because it has processes of its own.
 `dilocox generate` fetches the newest anchors, continues the operator's prompt and ends, and its
 memory with it. It runs at a low priority, in one thread, not for longer than a deadline, and then
 none does for so long that all of them together take a small share of one processor: of its seconds,
-not of the time that a child waits on a busy machine for its turn. Where memory is short the child
-is what the system ends, and not the bootstrap.
+not of the time that a child waits on a busy machine for its turn. It asks the archive beside it
+before volunteers, whose lines have better to carry. One that fails is not tried again before the
+next answer would be due. Where memory is short the child is what the system ends, and not the
+bootstrap.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ class Sampler:
         self._invite, self._output, self._history = invite, output, history
         self._python, self._share = python, share
         self._child: Child | None = None
+        self._asked: ModelSample | None = None  # last, whatever came of it
         self._rest(1.0)  # what has just started has other things to do
 
     def turn(self, manifest: Manifest, now: float) -> None:
@@ -80,18 +83,25 @@ class Sampler:
         spec, newest = manifest.samples, self._history.newest(1)
         if not spec.prompt or not newest or (row := newest[0]).round < 0:
             return
-        before = self._history.newest_sample(spec.prompt)
         every = 1 if manifest.ended_at(row.tokens) else spec.every
-        if before is not None and row.round < before.round + every:
+        if any(row.round < each.round + every for each in self._before(spec.prompt)):
             return
         self._asked = ModelSample(row.round, row.rules, row.tokens, round(now, 2), spec.prompt)
         words = ("--tokens", str(spec.tokens), "--seed", "0", "--log-level", "error")
+        words = ("--archive-first", *words)
         command = ("-m", "dilocox", "generate", *words, "--", self._invite, spec.prompt)
         self._began, self._used_s = time.monotonic(), _children_s()
         # what it downloads goes even if it is killed; a short path, for p2pd's sockets
         self._place = tempfile.TemporaryDirectory(prefix="dilocox-")
         env = {"OMP_NUM_THREADS": "1", "TMPDIR": self._place.name}
         self._child = start_process((*self._python, *command), self._output, env=env)
+
+    def _before(self, prompt: str) -> list[ModelSample]:
+        """The last answer to this prompt, and the last question, of rounds that count."""
+        kept, asked = self._history.newest_sample(prompt), self._asked
+        found = [] if kept is None else [kept]
+        counts = asked is not None and self._history.counts(asked.rules, asked.round)
+        return [*found, asked] if asked and counts and asked.prompt == prompt else found
 
     def _look(self, child: Child) -> None:
         if child.returncode is None and time.monotonic() - self._began <= LIMIT_S:
@@ -105,6 +115,7 @@ class Sampler:
         with self._output.open(encoding="utf-8", errors="replace") as file:
             said = "\n" + file.read(4 * MAX_LETTERS)
         asked = self._asked
+        assert asked is not None  # who has a child has asked
         _, prompt, text = said.partition(f"\n{asked.prompt}")  # behind lines for a terminal
         if not prompt:
             logger.info("no sample of the model: %s", child.last_line())

@@ -5,9 +5,10 @@ The chain is walked back from the record that the longest claim names. A record 
 digest, so any claimer that has it may give it.
 
 `download_anchors` brings the newest anchors of all stages, one after the other: the state of a
-peer, and the records after it. Stages commit their rounds by themselves, so the newest anchors are
-of different rounds for a moment. They are asked for again until all are of one round: only those
-were ever evaluated together.
+peer, and the records after it. Stages commit their rounds by themselves, and rounds pass while
+anchors come, so the newest ones are of different rounds. Each stage is first asked for the round of
+the one before it, which who has an older state can give. What still differs is asked for again
+until all are of one round: only those were ever evaluated together.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import logging
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
@@ -209,7 +210,8 @@ class Patience:
     """How download_anchors waits, in seconds.
 
     look_s: between two looks at the claims. told_s: before a person is told what is waited for.
-    common_s: how long anchors of one round are looked for before the newest will do.
+    common_s: how long anchors of one round are looked for, once every stage has one, before those
+        will do.
     """
 
     look_s: float = 1.0
@@ -247,6 +249,7 @@ def download_anchors(
     folder: Path,
     timeout_s: float,
     have: Iterable[AnchorPlace] = (),
+    archive_first: bool = False,
     patience: Patience | None = None,
 ) -> list[AnchorPlace]:
     """Give the newest anchor of every stage to `take`, of one round if such are to be had.
@@ -257,42 +260,54 @@ def download_anchors(
     Args:
         folder: for the states while they are downloaded, twice the size of an anchor.
         have: anchors that were taken already; they do if the others are to be had of their round.
+        archive_first: ask the operator's archive before all others.
 
     Returns where the anchors stand, by stage.
 
     Raises:
         EnvironmentFault: nobody gave a sound one within the time.
     """
-    download = _Download(joined, take, folder, time.monotonic() + timeout_s, patience or Patience())
+    download = _Download(
+        joined=joined,
+        take=take,
+        folder=folder,
+        deadline=time.monotonic() + timeout_s,
+        archive_first=archive_first,
+        patience=patience or Patience(),
+    )
     return asyncio.run(download.run({place.stage: place for place in have}))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Download:
     joined: Joined
     take: Callable[[StageAnchor], None]
     folder: Path
     deadline: float
+    archive_first: bool
     patience: Patience
+    lacking: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
+    """Rounds, with their stage before them, that its chain does not have."""
 
     async def run(self, found: dict[int, AnchorPlace]) -> list[AnchorPlace]:
-        give_up = min(self.deadline, time.monotonic() + self.patience.common_s)
         stages = range(self.joined.manifest.stages)
+        give_up = math.inf
         if len(found) == len(stages):  # somebody must be asked whether they are the newest
             del found[0]
         while True:
             for stage in stages:
                 if stage not in found:
-                    found[stage] = await self._newest(stage)
+                    found[stage] = await self._next(stage, [*found.values()])
+            give_up = min(give_up, self.deadline, time.monotonic() + self.patience.common_s)
             oldest = min(place.round for place in found.values())
             for stage in stages:
                 if found[stage].round == oldest:
                     continue
-                place, reason = await self._ask(stage, oldest, give_up)
-                if place is None:
-                    logger.info("stage %d: no anchor of round %d: %s", stage, oldest, reason)
+                if (stage, oldest) not in self.lacking:
+                    place, _ = await self._ask(stage, oldest)
+                    found[stage] = place or found[stage]
+                if found[stage].round != oldest:
                     break
-                found[stage] = place
             else:
                 return [found[stage] for stage in stages]
             if time.monotonic() > give_up:
@@ -302,11 +317,23 @@ class _Download:
             await asyncio.sleep(self.patience.look_s)
             found = {stage: place for stage, place in found.items() if place.round > oldest}
 
+    async def _next(self, stage: int, before: Sequence[AnchorPlace]) -> AnchorPlace:
+        """The anchor of the round of the one that came last, if it is to be had; else the newest.
+
+        Of those before, the last one's: where it is another round than the others', theirs was not
+        to be had any more, or not yet.
+        """
+        if before:
+            place, _ = await self._ask(stage, before[-1].round)
+            if place is not None:
+                return place
+        return await self._newest(stage)
+
     async def _newest(self, stage: int) -> AnchorPlace:
         last, told = "the time was over before anybody was asked for it", ""
         tell_at = time.monotonic() + self.patience.told_s
         while (now := time.monotonic()) < self.deadline:
-            place, last = await self._ask(stage, None, self.deadline)
+            place, last = await self._ask(stage, None)
             if place is not None:
                 return place
             if now >= tell_at and last != told:
@@ -319,22 +346,24 @@ class _Download:
             "--timeout"
         )
 
-    async def _ask(
-        self, stage: int, round_number: int | None, deadline: float
-    ) -> tuple[AnchorPlace | None, str]:
-        """Ask the peers of a stage in turn, the longest chain first, and give the anchor away; the
-        last reason if all fail.
+    async def _ask(self, stage: int, round_number: int | None) -> tuple[AnchorPlace | None, str]:
+        """Ask the peers of a stage in turn, the longest chain first, and give the anchor away, that
+        of the round if the chain has one; the last reason if all fail.
         """
         # one holder among several: what an archive keeps besides, and more time, is not worth
         # the wait
         claimed = await claimed_chain(self.joined, stage, older=False, limits=Limits())
         last = nobody_holds(claimed.peers)
-        donors = await claimed.of_donors()
-        for peer, claim in donors.items():
+        donors = list((await claimed.of_donors()).items())
+        if self.archive_first:
+            donors.sort(key=lambda donor: donor[0] != claimed.witness)
+        for peer, claim in donors:
             if claimed.vouched is not None and claim.digest != claimed.vouched.digest:
                 continue
             try:
-                limit_s = max(1.0, deadline - time.monotonic())
+                if round_number is not None and claim.round < round_number:
+                    raise OtherRound("it is not there yet")
+                limit_s = max(1.0, self.deadline - time.monotonic())
                 claimed.chain.holders = [peer]
                 asked = self._from_peer(claimed, peer, claim, round_number)
                 found = await asyncio.wait_for(asked, limit_s)
@@ -344,6 +373,8 @@ class _Download:
                 level = logging.WARNING if isinstance(error, ValueError) else logging.INFO
                 logger.log(level, "stage %d: %s gave no anchor: %s", stage, shown_peer(peer), error)
                 continue
+            if round_number is not None and found.place.round != round_number:
+                self.lacking.add((stage, round_number))
             await asyncio.to_thread(self.take, found)
             return found.place, ""
         return None, last
@@ -351,7 +382,8 @@ class _Download:
     async def _from_peer(
         self, claimed: ClaimedChain, peer: str, claim: ClaimRecord, round_number: int | None
     ) -> StageAnchor:
-        """The anchor of the chain that a peer claims, after its last round or the one named.
+        """The anchor of the chain that a peer claims, after the round named or, where that is none
+        or the chain lacks it, its last one.
 
         Raises ConnectionError, and ValueError (of several kinds) where what came is not sound.
         """
@@ -359,24 +391,28 @@ class _Download:
         with tempfile.TemporaryDirectory(dir=self.folder) as name:
             folder = Path(name)
             log = RoundLog(folder / "log", manifest_digest=check.root, codec=check.codec)
-            digest, states, newer = claim.digest, list[KeptState](), False
+            digest, states, newer, later = claim.digest, list[KeptState](), False, False
             with suppress(ConnectionError):  # no state: its log reaches back to the initial weights
                 offer = await chain.offer(peer)
                 newer = offer.record.round > claim.round  # it went on after it wrote the claim
-                if not newer or claimed.vouched is None:
+                later = round_number is not None and offer.record.round > round_number
+                if not later and (not newer or claimed.vouched is None):
                     states.append(await chain.download(offer, folder))
                     log.start_from(offer.record_bytes, offer.certificate)
                     digest = offer.digest if newer else digest
             if newer and claimed.vouched is not None:
                 raise OtherRound("its state is newer than what the operator's archive vouches for")
+            if later:
+                raise OtherRound("its state is of a later round")
             states = states or await _pinned(chain, [peer], folder)
             await chain.catch_up(log, digest)
             if log.head().digest != digest:
                 raise RecordRefused("its log does not lead to the record that it claims")
-            entries = [e for e in log.entries() if round_number is None or e.round <= round_number]
-            last = entries[-1].header() if entries else None
-            if last is None or round_number not in (None, last.round):
-                raise OtherRound("it has no anchor of that round")
+            entries = log.entries()
+            if round_number in [each.round for each in entries]:
+                entries = [each for each in entries if each.round <= round_number]
+            if not entries or (last := entries[-1].header()) is None:
+                raise OtherRound("its records are gone")
             flaws, vectors = await asyncio.to_thread(
                 state_after, self.joined.manifest, self.joined.run, check.stage, entries, states
             )

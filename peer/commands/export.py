@@ -47,6 +47,7 @@ from dilocox import __version__
 from dilocox.dht.errors import EnvironmentFault, InvalidInput, in_one_line
 from dilocox.dht.files import sync, write_atomically
 from dilocox.dht.manifest import Manifest
+from dilocox.peer.commands.model_room import DTYPES, check_room, writing_bytes
 from dilocox.peer.options import AnchorOptions, ExportOptions, GenerateOptions
 from dilocox.peer.os_process import STOPPED, StopSignal
 from dilocox.peer.state_folder import StateFolder
@@ -79,6 +80,8 @@ def run_generate_command(options: GenerateOptions) -> int:
     with StopSignal(), tempfile.TemporaryDirectory() as temporary:
         folder, tell = Path(temporary) / "model", partial(typer.echo, nl=False)
         with visiting(options.invite, options.host) as joined:
+            needed = writing_bytes(joined.manifest, options.dtype)
+            check_room("to write with", needed, "take --dtype bf16,")
             export_run(joined, folder, options)
         tell(options.text)
         seed = random.getrandbits(32) if options.seed is None else options.seed
@@ -124,6 +127,7 @@ def export_run(
             folder=checkpoint.draft,
             timeout_s=options.timeout_s,
             have=[AnchorPlace(**place) for place in checkpoint.stages.values()],
+            archive_first=options.archive_first,
         )
         info = {
             "run": joined.run,
@@ -210,7 +214,6 @@ LICENCES = {
 }
 INFO_FILE = "dilocox.json"
 PROGRESS_FILE, LOCK_FILE = "export.json", "lock"  # of a folder in the making
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BYTES_OF = {"F32": 4, "BF16": 2, "I64": 8, "BOOL": 1}
 DEFAULT_TOKENS = 200  # that a text is continued by
 

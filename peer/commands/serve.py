@@ -35,13 +35,14 @@ import typer
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from dilocox.dht.errors import DilocoxError, EnvironmentFault, InvalidInput
+from dilocox.dht.errors import DilocoxError, EnvironmentFault
 from dilocox.dht.join import Joined, visiting
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_revisions import ManifestWatch
 from dilocox.dht.records import ClaimRecord
 from dilocox.peer.chain.visitor_download import counted_claims
-from dilocox.peer.commands.export import DEFAULT_TOKENS, DTYPES, TextModel, export_run, shown_rounds
+from dilocox.peer.commands.export import DEFAULT_TOKENS, TextModel, export_run, shown_rounds
+from dilocox.peer.commands.model_room import MAX_POSITIONS, check_room, writing_bytes
 from dilocox.peer.http_pages import (
     Page,
     PageRequest,
@@ -52,55 +53,22 @@ from dilocox.peer.http_pages import (
     html_page,
     is_loopback,
 )
-from dilocox.peer.memory_and_disk import PROCESSES_BYTES, available_bytes, return_free_memory
+from dilocox.peer.memory_and_disk import return_free_memory
 from dilocox.peer.options import GB, ServeOptions
 from dilocox.peer.os_process import STOPPED, StopSignal
-from dilocox.pipeline.partition import build_skeleton
-from dilocox.pipeline.stage import stage_layout
 
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 1 << 18
-MAX_POSITIONS = 4096  # of prompt and text: what attention keeps of them is in memory
 MAX_WAITING = 4  # requests, beside the one that is answered
 WAIT_LIMIT_S = 60.0  # for those before
 WRITE_LIMIT_S = 300.0  # of one text
 STALL_LIMIT_S = 10.0  # of a client that does not read
 LOOK_S = 5.0  # between two looks at the rounds
 RETRY_S = 60.0  # after a download that failed
-# Anchor, momentum, the mean that moves them and a copy in the folder's dtype, of fp32 values.
-FETCH_BYTES = 16
+SMALLER = "take --dtype bf16, --refresh-rounds 0, which never holds two models,"
 # Fields that change no text; of others only what says "not at all" is passed over.
 HARMLESS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-
-
-# ---- memory --------------------------------------------------------------------------------------
-def serving_bytes(manifest: Manifest, dtype: str, *, refreshes: bool) -> int:
-    """What serving takes at the peak, on the processor: beside the weights those that take their
-    place, or a stage's while it is downloaded, and what attention keeps of the longest text.
-    """
-    sizes = [stage_layout(manifest, stage).numel for stage in range(manifest.stages)]
-    item = DTYPES[dtype].itemsize
-    weights, fetched = item * sum(sizes), FETCH_BYTES * max(sizes)
-    config = cast(Any, build_skeleton(manifest.model).model).config
-    positions = getattr(config, "max_position_embeddings", None) or MAX_POSITIONS
-    kept = 2 * config.num_hidden_layers * config.hidden_size * min(positions, MAX_POSITIONS)
-    beside = weights + max(weights, fetched) if refreshes else max(weights, fetched)
-    return PROCESSES_BYTES + beside + item * kept
-
-
-def check_room(needed: int, limit_bytes: float | None) -> None:
-    """Raise InvalidInput where that is over the limit, EnvironmentFault where it is not free."""
-    remedy = "take --dtype bf16, --refresh-rounds 0, which never holds two models, or"
-    takes = f"to serve this model takes about {needed / 1e9:.1f} GB of memory"
-    if limit_bytes is not None and needed > limit_bytes:
-        raise InvalidInput(
-            f"--memory-limit {limit_bytes / 1e9:.1f}: {takes}: {remedy} raise the limit"
-        )
-    if needed > (free := available_bytes()):
-        raise EnvironmentFault(
-            f"{takes}, {free / 1e9:.1f} GB are free: {remedy} close other programs"
-        )
 
 
 # ---- what is asked -------------------------------------------------------------------------------
@@ -469,8 +437,8 @@ def run_serve_command(options: ServeOptions) -> int:
         visiting(options.invite) as joined,
     ):
         refreshes = options.refresh_rounds > 0
-        needed = serving_bytes(joined.manifest, options.dtype, refreshes=refreshes)
-        check_room(needed, options.memory_limit_gb * GB or None)
+        needed = writing_bytes(joined.manifest, options.dtype, refreshes=refreshes)
+        check_room("to serve", needed, SMALLER, options.memory_limit_gb * GB or None)
         folder = Path(temporary) / "model"
         loaded = load(options, joined, folder)
         service = ChatService(joined.run, joined.manifest.name, loaded)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -103,7 +104,9 @@ def test_an_answer_of_blanks_is_one_and_one_without_the_prompt_is_none(tmp_path:
     (tmp_path / "other").mkdir()
     other = Asked(tmp_path / "other", f"open({str(ran)!r}, 'a').write('x'); print('hello')")
     other.commit(3)
-    wait_until(lambda: other.turn() or (ran.exists() and len(ran.read_text()) > 1), 30)
+    wait_until(lambda: other.turn() or ran.exists(), 30)
+    other.commit(13)
+    wait_until(lambda: other.turn() or len(ran.read_text()) > 1, 30)
     other.sampler.close()
     assert other.rounds == []
 
@@ -173,21 +176,35 @@ def test_without_a_prompt_nobody_asks(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_one_that_fails_is_no_sample_and_costs_no_more_than_its_share(tmp_path: Path) -> None:
+def test_one_that_fails_is_no_sample_and_tried_again_only_when_the_next_one_is_due(
+    tmp_path: Path,
+) -> None:
     ran = tmp_path / "ran"
-    program = f'open({str(ran)!r}, "a").write("x"); raise SystemExit("no anchors")'
-    asked = Asked(tmp_path, program, share=0.5)
+    program = (
+        "import sys; archive = '--archive-first' in sys.argv; "
+        f'open({str(ran)!r}, "a").write("av"[not archive]); raise SystemExit("no anchors")'
+    )
+    asked = Asked(tmp_path, program)
+
+    def after(number: int, rules: int = 0) -> str:
+        """What has run soon after this round."""
+        asked.history.add(HistoryRow(number, rules, digest(0, number)[:16], NOW, 1000))
+        for _ in range(50):
+            asked.turn(in_state(MANIFEST, "paused"))
+            time.sleep(0.02)
+        return ran.read_text() if ran.exists() else ""
+
     asked.commit(3)
-
-    def there() -> bool:
-        asked.turn()
-        return ran.exists() and ran.read_text() == "x"
-
-    wait_until(there, 30)
-    for _ in range(20):
-        asked.turn()
+    wait_until(lambda: asked.turn() or ran.exists(), 30)
+    assert after(12) == "a", "from the archive here, whose bytes cost no volunteer's line"
+    asked.commit(13)
+    wait_until(lambda: asked.turn() or ran.read_text() == "aa", 30)
+    assert after(14) == "aa"
+    back = back_to(MANIFEST, 3, [digest(0, 3)])
+    asked.history.revise(back)
+    assert after(4, back.rules) == "aaa", "of what was set aside nothing counts"
     asked.sampler.close()
-    assert ran.read_text() == "x" and asked.rounds == []
+    assert asked.rounds == []
 
 
 @pytest.mark.parametrize(

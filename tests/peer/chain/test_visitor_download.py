@@ -41,14 +41,17 @@ def take_all(
     told_s: float = 20.0,
     common_s: float = 60.0,
     have: Sequence[AnchorPlace] = (),
+    came: Callable[[StageAnchor], None] = lambda anchor: None,
+    swarm: MemorySwarm | None = None,
 ) -> list[StageAnchor]:
     """Download all stages of a run from these donors.
 
     The peers in `gone` claim a long chain of stage 0 and do not answer. `look` is called before
-    each look at the claims.
+    each look at the claims, `came` with each anchor that comes.
     """
     long_chain = replace(donors[0].claim(), round=999)
-    swarm = MemorySwarm(**{donor.peer: donor.find for donor in donors})
+    swarm = swarm or MemorySwarm()
+    swarm.finds |= {donor.peer: donor.find for donor in donors}
 
     def claims(stage: int) -> dict[str, ClaimRecord]:
         look()
@@ -58,10 +61,15 @@ def take_all(
     place = swarm.place(donors[0].manifest, claims)
     patience = Patience(look_s=0.01, told_s=told_s, common_s=common_s)
     found: dict[int, StageAnchor] = {}
+
+    def keep(anchor: StageAnchor) -> None:
+        found[anchor.place.stage] = anchor
+        came(anchor)
+
     with tempfile.TemporaryDirectory() as folder:
         places = download_anchors(
             place,
-            lambda anchor: found.update({anchor.place.stage: anchor}),
+            keep,
             folder=Path(folder),
             timeout_s=timeout_s,
             have=have,
@@ -142,6 +150,23 @@ def test_a_stranger_that_claims_what_is_vouched_for_gives_no_weights(
     place.witness = ""
     download_anchors(place, taken.append, folder=tmp_path, timeout_s=20.0)
     assert not torch.equal(taken[1].anchor, honest), "the stranger is the first"
+
+
+@pytest.mark.parametrize("archive_first", [False, True])
+def test_the_archive_is_asked_before_volunteers_only_where_that_is_wanted(
+    identities: list[Identity], tmp_path: Path, archive_first: bool
+) -> None:
+    donor = ChainMaker(identities[0], tmp_path, MANIFEST)
+    donor.train(0)
+    donor.snapshot()
+    swarm = MemorySwarm(**{"boot": donor.find, donor.peer: donor.find})
+    place: Any = swarm.place(MANIFEST, lambda _: dict.fromkeys(("boot", donor.peer), donor.claim()))
+    place.witness = "boot"
+    download_anchors(
+        place, lambda _: None, folder=tmp_path, timeout_s=20.0, archive_first=archive_first
+    )
+    gave = {peer for peer, counts in swarm.sent.items() if counts["state"]}
+    assert gave == {"boot" if archive_first else donor.peer}
 
 
 def codes_no_codec_writes(record: RoundRecord) -> RoundRecord:
@@ -242,6 +267,77 @@ def test_stages_are_taken_at_the_newest_round_that_all_of_them_have(
     assert found[ahead].place.digest == digest
     for stage in range(2):
         assert torch.equal(found[stage].anchor, anchors[stage])
+
+
+def test_rounds_that_pass_while_anchors_come_are_not_mixed_and_nothing_comes_twice(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    donors = two_donors(identities, tmp_path)
+    passed = ChainMaker(identities[2], tmp_path / "passed", TWO_STAGES, stage=1)
+    for maker in (*donors, passed):
+        maker.train(0, 1)
+        maker.snapshot()
+        maker.train(2)
+    anchors = [donor.anchor.clone() for donor in donors]
+    came: list[tuple[int, int]] = []
+    swarm = MemorySwarm()
+
+    def go_on(anchor: StageAnchor) -> None:
+        came.append((anchor.place.stage, anchor.place.round))
+        if len(came) == 1:  # that took longer than a round
+            donors[1].train(3)
+            passed.train(3, 4)
+            passed.snapshot()
+
+    found = take_all(passed, *donors, came=go_on, swarm=swarm, common_s=0.0)
+    assert came == [(0, 2), (1, 2)]
+    assert swarm.sent[passed.peer]["state"] == 0, "a state of a later round is of no use"
+    assert all(map(torch.equal, [each.anchor for each in found], anchors))
+
+
+def test_a_round_that_a_stage_does_not_have_is_not_looked_for_twice_with_whole_states(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    donors = two_donors(identities, tmp_path)
+    donors[0].train(0, 1, 2)
+    donors[1].train(0, 1)
+    donors[1].snapshot()
+    donors[1].train(3)  # its round 2 was void
+    came: list[tuple[int, int]] = []
+
+    def go_on(anchor: StageAnchor) -> None:
+        came.append((anchor.place.stage, anchor.place.round))
+        if len(came) == 2:
+            donors[0].train(3)
+
+    found = take_all(*donors, came=go_on)
+    assert [each.place.round for each in found] == [3, 3]
+    assert came == [(0, 2), (1, 3), (0, 3)]
+
+
+def test_a_common_round_is_still_waited_for_where_the_first_anchors_took_long(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    donors = two_donors(identities, tmp_path)
+    for donor in donors:
+        donor.train(0)
+    donors[0].train(1)
+    donors[0].snapshot()
+    donors[0].log.prune(keep=1)
+    looks = 0
+
+    def look() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 5:
+            donors[1].train(1)
+
+    def slowly(anchor: StageAnchor) -> None:
+        if looks == 1:
+            time.sleep(1.0)
+
+    found = take_all(*donors, look=look, came=slowly, common_s=0.9)
+    assert [each.place.round for each in found] == [1, 1]
 
 
 def test_where_a_state_has_passed_the_common_round_the_next_one_is_waited_for(

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dilocox.dht import join
+from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.invite import Invite
-from dilocox.peer.commands import export
+from dilocox.dht.manifest import Manifest
+from dilocox.peer.commands import export, model_room
 from dilocox.peer.commands.export import run_generate_command
 from dilocox.peer.options import GenerateOptions
 from tests.peer.fabricated import INVITE
@@ -24,13 +27,16 @@ def texts(monkeypatch: pytest.MonkeyPatch) -> Texts:
     """What was continued, with a swarm that is only told."""
     told: Texts = []
 
-    @contextmanager
-    def joined(*_: Any, **__: Any) -> Generator[str]:
-        yield "the run"
+    manifest = Manifest.from_dict({"name": "tales", "model": "small", "end_tokens": 10**6})
 
-    def write(joined: str, folder: Path, options: GenerateOptions) -> None:
+    @contextmanager
+    def joined(*_: Any, **__: Any) -> Generator[Any]:
+        yield SimpleNamespace(manifest=manifest)
+
+    def write(joined: Any, folder: Path, options: GenerateOptions) -> None:
         folder.mkdir()
-        (folder / "weights").write_text(f"{options.dtype} for {options.timeout_s} s of {joined}")
+        name = joined.manifest.name
+        (folder / "weights").write_text(f"{options.dtype} for {options.timeout_s} s of {name}")
 
     def go_on(folder: Path, *given: Any, **named: Any) -> str:
         told.append(((folder, (folder / "weights").read_text(), *given), named))
@@ -55,9 +61,20 @@ def test_the_text_is_continued_with_the_newest_anchors_and_nothing_is_left_of_th
     assert run(seed=5) == 0
     assert capsys.readouterr().out == "once the end\n"
     (((folder, *given), named),) = texts
-    assert given == ["fp32 for 5.0 s of the run", "once", None, 5]
+    assert given == ["fp32 for 5.0 s of tales", "once", None, 5]
     assert named["temperature"] == 0.5
     assert not folder.exists()
+
+
+def test_memory_that_is_not_there_is_said_before_anything_is_downloaded(
+    texts: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_room, "available_bytes", lambda: 800_000_000)
+    with pytest.raises(
+        EnvironmentFault, match=r"GB of memory, 0\.8 GB are free: take --dtype bf16"
+    ):
+        run(seed=5)
+    assert texts == []
 
 
 def test_without_a_seed_each_text_is_another(texts: Texts) -> None:

@@ -18,7 +18,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.records import ClaimRecord
 from dilocox.peer.commands import export
@@ -28,9 +27,7 @@ from dilocox.peer.commands.serve import (
     ChatService,
     Loaded,
     StopText,
-    check_room,
     is_worth_loading,
-    serving_bytes,
 )
 from dilocox.peer.http_pages import PageServer
 from tests.dht.processes import wait_until
@@ -474,21 +471,6 @@ def test_an_error_in_the_model_is_told_without_its_text(
         last = answer.read().decode().strip().split("\n\n")[-1].removeprefix("data: ")
     assert json.loads(last)["error"]["type"] == "server_error"
     assert "secret" not in last and "a secret" in caplog.text
-
-
-# ---- memory --------------------------------------------------------------------------------------
-def test_memory_that_is_not_there_is_said_before_anything_is_downloaded() -> None:
-    manifest = Manifest.from_dict({"name": "tales", "model": "small", "end_tokens": 10**6})
-    plans = [
-        serving_bytes(manifest, dtype, refreshes=refreshes)
-        for dtype, refreshes in (("fp32", True), ("bf16", True), ("bf16", False))
-    ]
-    assert plans == sorted(plans, reverse=True) and len(set(plans)) == 3
-    check_room(1000, 1e9)
-    with pytest.raises(InvalidInput, match=r"--memory-limit 1\.0: .* about 1\.2 GB.*--dtype bf16"):
-        check_room(1_200_000_000, 1e9)
-    with pytest.raises(EnvironmentFault, match=r"about 9000000\.0 GB.* GB are free: take --dtype"):
-        check_room(9 * 10**15, None)
 
 
 # ---- the page ------------------------------------------------------------------------------------

@@ -49,12 +49,13 @@ class ClaimedChain:
     """A stage's chain, and the claims of its records by peer, those to be believed first.
 
     peers: how many of the stage are in view; some may have no record yet. witness: the archive's
-    peer id. trusted: it, and the bootstraps of the invite.
+    peer id. trusted: it, and the bootstraps of the invite. deadline: of all waits (monotonic).
     """
 
     chain: ChainClient
     claims: Mapping[str, ClaimRecord]
     peers: int
+    deadline: float = math.inf
     witness: str = ""
     trusted: frozenset[str] = frozenset()
 
@@ -118,24 +119,38 @@ async def claimed_chain(
         chain=chain,
         claims=claims,
         peers=len(counting),
+        deadline=deadline,
         witness=place.witness,
         trusted=place.dht.bootstraps | {place.witness} if place.witness else frozenset(),
     )
 
 
 async def list_chain(claimed: ClaimedChain) -> list[ChainRound]:
-    """What there is of the chain, in its order; nothing is checked.
+    """What there is of the chain, in its order, or came in time; nothing is checked.
 
     Raises:
-        EnvironmentFault: nobody gives the records that are claimed, or the time is over.
+        EnvironmentFault: nobody gives the records that are claimed, or the time is over before one.
     """
     found: list[ChainRound] = []
     for digest in claimed.digests:
+        late = False
         try:
             async for told in claimed.chain.headers(digest, claimed.ends):
                 found.append(told)
         except REFUSED as error:
-            logger.info("the listing ends: %s", error)
+            logger.info("the listing ends: %s", reason_of(error))
+            late = time.monotonic() >= claimed.deadline
+        except EnvironmentFault:
+            if not found:
+                raise
+            late = True
+        if found and late:
+            logger.warning(
+                "stage %d: the time is over: rounds before %d are not in the list; allow more with "
+                "--timeout",
+                claimed.chain.check.stage,
+                found[-1].round,
+            )
         if found:
             return found[::-1]
     raise _nobody(claimed)
@@ -182,7 +197,7 @@ async def download_chain(claimed: ClaimedChain, folder: Path) -> tuple[KeptChain
         try:
             states.append(await claimed.chain.download(offer, folder / f"state{index}"))
         except REFUSED as error:
-            logger.warning("%s gave no state: %s", shown_peer(offer.peer), error)
+            logger.warning("%s gave no state: %s", shown_peer(offer.peer), reason_of(error))
     stage = claimed.chain.check.stage
     return KeptChain(stage=stage, records=tuple(log.entries()), states=tuple(states)), flaws
 

@@ -252,8 +252,11 @@ def _listed(options: LogOptions) -> tuple[str, Chains, Given, Rows]:
             run, manifest = place.run, place.manifest
             deadline = time.monotonic() + options.timeout_s
             whole = options.csv_file is not None and options.stage in ("all", "auto")
-            for stage in _wanted("0" if whole else options.stage, range(manifest.stages)):
-                stages[stage] = asyncio.run(_claimed(place, stage, deadline, list_chain))
+            wanted = _wanted("0" if whole else options.stage, range(manifest.stages))
+            for parts, stage in zip(range(len(wanted) + 1, 1, -1), wanted, strict=True):
+                now = time.monotonic()  # each has its part of the time left, the history the last
+                until = now + (deadline - now) / parts
+                stages[stage] = asyncio.run(_claimed(place, stage, until, list_chain))
             told = asyncio.run(_told_history(place, source, deadline))
             keys = dict.fromkeys((stage_key(run, n) for n in range(manifest.stages)), StageRecord)
             for found in place.swarm.read_many(keys).values():

@@ -248,6 +248,25 @@ def test_when_nobody_can_be_reached_or_the_time_is_over_that_is_said(
         claimed.listed(limit_s=0.0)
 
 
+@pytest.mark.parametrize("holders", [1, 2])
+def test_a_list_that_is_cut_by_the_time_has_what_came_and_says_so(
+    maker: ChainMaker, caplog: pytest.LogCaptureFixture, holders: int
+) -> None:
+    maker.train(0, 1, 2)
+    claimed = Claimed(maker)
+    for name in ("QmA", "QmB")[:holders]:
+        claimed.add(name, giving(maker, 0, 1, 2))
+
+    async def slow(_peer: str, want: dict[str, Any]) -> None:
+        if want["digest"] == maker.digests[1]:
+            await asyncio.sleep(60.0)
+
+    claimed.swarm.before = slow
+    assert [each.round for each in claimed.listed(limit_s=1.0)] == [1, 2]
+    (line,) = [each.message for each in caplog.records if each.levelno == 30]
+    assert line.startswith("stage 0: the time is over: rounds before 1 ") and "--timeout" in line
+
+
 def test_a_state_that_stands_on_no_record_of_the_chain_is_not_taken(
     maker: ChainMaker, identities: list[Identity], tmp_path: Path
 ) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,14 +19,16 @@ from typer.testing import CliRunner
 from dilocox.dht.errors import DilocoxError
 from dilocox.dht.identity import Identity
 from dilocox.peer import cli
-from dilocox.peer.chain.round_history import HistoryRow, RoundHistory
+from dilocox.peer.chain.round_history import HistoryRow, RoundHistory, ToldHistory
 from dilocox.peer.chain.store import KeptRun, archive_folder, keep_manifest, kept_run
 from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.commands import history
 from dilocox.peer.commands.history import show, show_contributions
 from dilocox.peer.rounds.record import Contribution, RoundRecord
-from tests.peer.fabricated import stage_record
+from tests.clocks import TestClock
+from tests.peer.fabricated import INVITE, stage_record
 from tests.peer.kept_chains import RUN, ChainMaker, manifest_of
+from tests.peer.memory_swarm import MemorySwarm
 
 SHA = "ab" * 32
 
@@ -397,3 +402,37 @@ def test_a_bootstraps_folder_tells_what_it_keeps(
         "name Ada: 10 tokens (100.0%), 0.00 hours, 1 peer",
         "team Foxes: 10 tokens (100.0%), 0.00 hours, 1 peer",
     ]
+
+
+def test_each_stage_of_a_live_run_has_its_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, given = TestClock(), list[float]()
+    manifest = replace(manifest_of(), stages=2)
+    place: Any = MemorySwarm().place(manifest, lambda _: {})
+    place.swarm.read_many = lambda _: {}
+
+    @contextmanager
+    def visiting(*_: Any) -> Generator[Any]:
+        yield place
+
+    async def claimed(_place: Any, _stage: int, deadline: float) -> Any:
+        given.append(deadline - clock.now)
+        return SimpleNamespace(claims={"a": 1})
+
+    async def listed(_: Any) -> list[ChainRound]:
+        clock.now += given[-1]  # it takes all that it gets
+        return [round_of(len(given))]
+
+    async def no_history(*_: Any, **__: Any) -> ToldHistory:
+        return ToldHistory([], {})
+
+    for name, fake in (
+        ("time", clock),
+        ("visiting", visiting),
+        ("claimed_chain", claimed),
+        ("list_chain", listed),
+        ("ask_history", no_history),
+    ):
+        monkeypatch.setattr(history, name, fake)
+    code, lines = run("log", INVITE, "--timeout", 90)
+    assert code == 0 and sum(line.startswith("stage") for line in lines) == 4
+    assert given == pytest.approx([30.0, 30.0])

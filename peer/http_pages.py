@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import base64
 import errno
+import gzip
 import hashlib
 import io
 import ipaddress
@@ -25,7 +26,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from http.client import LineTooLong
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_PORTS = range(9400, 9420)  # the first one as in the image
 REQUEST_LIMIT_S = 5.0  # from the connection to the end of the answer
+GZIP_LEVEL = 6
 MAX_REQUESTS = 32  # at once; a browser opens six
 MAX_HEADER_BYTES = 16 * 1024
 CLOSE_LIMIT_S = 1.0
@@ -54,12 +56,22 @@ S = TypeVar("S")
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """What is answered: `headers` beside those that the server sets."""
+    """What is answered: `headers` beside those that the server sets.
+
+    packed: the body as gzip has it, for who takes that. tag: names what it is, for who has it.
+    """
 
     body: bytes
     content_type: str = "text/plain; charset=utf-8"
     status: int = HTTPStatus.OK
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
+    packed: bytes = b""
+    tag: str = ""
+
+    def kept(self) -> Page:
+        """The same, for callers that ask for it again and again: short, and sent to none twice."""
+        digest = hashlib.sha256(self.body).hexdigest()[:32]
+        return replace(self, packed=gzip.compress(self.body, GZIP_LEVEL, mtime=0), tag=digest)
 
     @classmethod
     def text(cls, text: str, status: int = HTTPStatus.OK) -> Page:
@@ -97,7 +109,7 @@ class PageServer(ThreadingHTTPServer):
     """A context in which the pages are served; the port is taken when it is made.
 
     Attributes:
-        port: the one it listens on. url: of this, without a path.
+        port: the one it listens on. url: of this, without a path. answer_limit_s: as given.
     """
 
     block_on_close = False
@@ -112,11 +124,13 @@ class PageServer(ThreadingHTTPServer):
         answer: Fallback | None = None,
         option: str = "metrics",
         request_limit_s: float = REQUEST_LIMIT_S,
+        answer_limit_s: float = 0.0,
         max_requests: int = MAX_REQUESTS,
         handler: Callable[[Any, Any, Any], BaseHTTPRequestHandler] | None = None,
     ):
         """answer: to requests for no page. option: what the names of the options for host and port
         begin with, for errors. request_limit_s: from a connection to the end of the answer.
+        answer_limit_s: for the answer alone, to a request that was read, if that is to be more.
         max_requests: at once. handler: of a connection, `PageRequest` if left out.
 
         Raises:
@@ -126,6 +140,7 @@ class PageServer(ThreadingHTTPServer):
         self.pages = pages
         self.answer = answer
         self._request_limit_s = request_limit_s
+        self.answer_limit_s = answer_limit_s
         self._slots = threading.BoundedSemaphore(max_requests)
         self._deadlines: dict[object, threading.Timer] = {}
         try:
@@ -244,6 +259,23 @@ def asks_this_machine(headers: Mapping[str, str]) -> bool:
     with suppress(ValueError):
         return is_loopback(urlsplit(f"//{headers.get('Host') or ''}").hostname or "")
     return False
+
+
+_TAKES_GZIP = re.compile(r"(?:^|,)\s*gzip\s*(?:$|,|;(?!\s*q=0(?:\.0*)?\s*(?:$|,)))", re.IGNORECASE)
+
+
+def for_caller(page: Page, headers: Mapping[str, str]) -> Page:
+    """The page as a caller with these headers takes it, or that it has this one."""
+    if not page.tag:
+        return page
+    tag = f'W/"{page.tag}"'  # weak: of the text, packed or not
+    more = {"Cache-Control": "no-cache", "ETag": tag, "Vary": "Accept-Encoding", **page.headers}
+    known = headers.get("If-None-Match") or ""
+    if tag in [each.strip() for each in known.split(",")]:
+        return replace(page, body=b"", status=HTTPStatus.NOT_MODIFIED, headers=more)
+    if _TAKES_GZIP.search(headers.get("Accept-Encoding") or ""):
+        return replace(page, body=page.packed, headers=more | {"Content-Encoding": "gzip"})
+    return replace(page, headers=more)
 
 
 def not_allowed(methods: str) -> Page:
@@ -367,9 +399,14 @@ class PageRequest(BaseHTTPRequestHandler):
         self.rfile = _Head(self.rfile.detach())
 
     def do_GET(self) -> None:
+        server = cast("PageServer", self.server)
+        if server.answer_limit_s:
+            server.set_deadline(self.connection, server.answer_limit_s)
         page = self.answer(self.path.partition("?")[0])
         if page is not None:
-            self.send_head(page, {"Content-Length": str(len(page.body))})
+            page = for_caller(page, cast("Mapping[str, str]", self.headers))
+            without = page.status == HTTPStatus.NOT_MODIFIED  # the length would be of what it has
+            self.send_head(page, {} if without else {"Content-Length": str(len(page.body))})
             if self.command != "HEAD":
                 self.wfile.write(page.body)
 

@@ -58,6 +58,7 @@ from dilocox.peer.state_folder import StateFolder
 
 logger = logging.getLogger(__name__)
 
+ANSWER_LIMIT_S = 30.0  # the figures of a large run are tens of kB, and some lines thin
 LOOKS_LATE_S = 60.0  # without a look for so long, it hangs
 # What it does less often than it looks:
 SAVE_S = 60.0  # write what it learnt
@@ -97,7 +98,7 @@ class MonitorPages:
     def show(self, status: dict[str, Any], metrics: Page, rows: Rows = ()) -> None:
         """The figures after a look. rows: of all contributors, for their cards and for callers."""
         text = json.dumps(status, allow_nan=False, separators=(",", ":"))
-        self._status = Page(body=text.encode(), content_type="application/json")
+        self._status = Page(body=text.encode(), content_type="application/json").kept()
         self._metrics = metrics
         head, plain = head_of(status).encode(), self._plain
         self._page = replace(plain, body=plain.body.replace(TITLE, head, 1))
@@ -202,7 +203,14 @@ def _trackers(options: MonitorOptions) -> list[Tracker]:
 def _serve(monitor: Monitor, options: MonitorOptions, stop: StopSignal) -> None:
     try:
         pages, answer = monitor.pages.pages(), monitor.pages.answer
-        with PageServer(options.host, options.port, pages, answer=answer, option="") as server:
+        with PageServer(
+            options.host,
+            options.port,
+            pages,
+            answer=answer,
+            option="",
+            answer_limit_s=ANSWER_LIMIT_S,
+        ) as server:
             typer.echo(f"watching run {monitor.place.run} ({monitor.place.manifest.name})")
             typer.echo(f"status page {server.url}/ and figures at /metrics")
             while not stop.event.wait(monitor.turn()):

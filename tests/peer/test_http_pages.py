@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import socket
 import threading
 import time
@@ -39,6 +40,14 @@ LOCAL = "127.0.0.1"
 def served(pages: Pages, **limits: Any) -> Generator[PageServer]:
     with PageServer(LOCAL, 0, pages, **limits) as server:
         yield server
+
+
+def ask_raw(server: PageServer, path: str, **headers: str) -> tuple[int, bytes, dict[str, str]]:
+    with closing(HTTPConnection(LOCAL, server.port, timeout=5)) as connection:
+        names = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request("GET", path, headers=names)
+        answer = connection.getresponse()
+        return answer.status, answer.read(), dict(answer.getheaders())
 
 
 def ask(server: PageServer, path: str, method: str = "GET") -> tuple[int, str, dict[str, str]]:
@@ -100,6 +109,39 @@ def test_health_and_readiness_name_what_is_dead_and_why_not() -> None:
     assert readiness_page("").status == 200
     page = readiness_page("joining")
     assert (page.status, page.body) == (503, b"not ready: joining\n")
+
+
+@pytest.mark.parametrize("encodings", ["gzip, deflate, br", "br;q=1.0,GZIP;q=0.5", "gzip"])
+def test_a_page_that_is_kept_is_short_for_who_takes_gzip(encodings: str) -> None:
+    figures = b'{"round": 1000}' * 1000
+    with served({"/page": Page(body=figures).kept}) as server:
+        status, body, headers = ask_raw(server, "/page", Accept_Encoding=encodings)
+    assert (status, headers["Content-Encoding"], headers["Vary"]) == (
+        200,
+        "gzip",
+        "Accept-Encoding",
+    )
+    assert gzip.decompress(body) == figures and len(body) < len(figures) / 10
+    assert headers["Content-Length"] == str(len(body))
+
+
+@pytest.mark.parametrize("encodings", ["", "identity", "br, gzip;q=0", "gzip; q=0.0, br", "xgzip"])
+def test_who_does_not_take_gzip_gets_it_as_it_is(encodings: str) -> None:
+    with served({"/page": Page(body=b"figures").kept}) as server:
+        status, body, headers = ask_raw(server, "/page", Accept_Encoding=encodings)
+    assert (status, body) == (200, b"figures") and "Content-Encoding" not in headers
+
+
+def test_who_has_the_page_gets_it_again_only_when_it_is_another_one() -> None:
+    page = Page(body=b"first").kept()
+    with served({"/page": lambda: page, "/other": lambda: Page(body=b"")}) as server:
+        tag = ask_raw(server, "/page")[2]["ETag"]
+        status, body, headers = ask_raw(server, "/page", If_None_Match=f'"x", {tag}')
+        assert (status, body, headers["ETag"]) == (304, b"", tag)
+        assert headers["Cache-Control"] == "no-cache", "else a browser does not keep it"
+        page = Page(body=b"second").kept()
+        assert ask_raw(server, "/page", If_None_Match=tag)[:2] == (200, b"second")
+        assert ask_raw(server, "/other")[2]["Cache-Control"] == "no-store"
 
 
 # ---- metrics -------------------------------------------------------------------------------------
@@ -174,6 +216,19 @@ def test_a_request_that_was_read_may_get_another_deadline() -> None:
         client.sendall(b"GET / HTTP/1.1\r\n\r\n")
         wait_until(lambda: bool(cut_after), 10.0)
     assert 0.9 < cut_after[0] < 5.0
+
+
+def test_a_thin_line_gets_more_time_for_the_answer_than_for_the_request() -> None:
+    large = {"/large": lambda: Page(body=bytes(50_000_000))}
+    limits = {"request_limit_s": 0.5, "answer_limit_s": 30.0}
+    with served(large, **limits) as server, connected(server) as thin, connected(server) as silent:
+        thin.sendall(b"GET /large HTTP/1.1\r\n\r\n")
+        assert _ended(silent)
+        time.sleep(0.7)
+        came = 0
+        while chunk := thin.recv(1 << 20):
+            came += len(chunk)
+    assert came > 50_000_000
 
 
 def test_who_does_not_read_holds_its_place_until_the_deadline_and_others_are_turned_away() -> None:

@@ -2,10 +2,11 @@
 // Draws status.json, again and again. Every text goes in as text, never as markup: peers choose
 // some of it.
 const SVG = "http://www.w3.org/2000/svg", PERIOD_MS = 3000;
+const LIMIT_MS = 40000;  // of one answer; the server gives one up before
 const LANES = 12;  // of more replicas each is a line of dots
 const at = id => document.getElementById(id);
 const asked = new URLSearchParams(location.search).get("peer") || "";  // an id, or the end of one
-let me = "", last = null, heardAt = 0;
+let me = "", last = null, heardAt = 0, due = 0, asking = false;
 
 function make(parent, name, attributes = {}, text = null) {
   const svg = parent.namespaceURI === SVG || name === "svg";
@@ -580,11 +581,15 @@ function draw(status) {
   fill("foot", `As of ${iso(status.now).slice(0, 19).replace("T", " ")} UTC, ` +
     `by dilocox ${status.version}. A replica's tokens count once; each of its peers has its part of them.`);
 }
+/* Ask, and again some time after the answer, but not while nobody sees the page. */
 async function look() {
-  setTimeout(look, PERIOD_MS);
+  if (asking || document.hidden) return;
+  clearTimeout(due);
+  asking = true;
   let status = {};
   try {
-    const get = async path => (await fetch(path, {cache: "no-store"})).json();
+    const get = async path =>
+      (await fetch(path, {cache: "no-cache", signal: AbortSignal.timeout(LIMIT_MS)})).json();
     status = await get("status.json");
     if (status.run) findMe(status, /^\w{4,}$/.test(asked) ? await get(`peer/${asked}.json`) : []);
     show("lost", false);
@@ -593,6 +598,8 @@ async function look() {
       (heardAt ? `; these figures are ${ago((Date.now() - heardAt) / 1000)} old.` : "."));
     show("lost", true);
   }
+  asking = false;
+  due = setTimeout(look, PERIOD_MS);
   if (status.run) { last = status; heardAt = Date.now(); draw(status); }
 }
 /* Without TLS there is no clipboard for pages: then what is to be copied is selected first. */
@@ -614,4 +621,5 @@ addEventListener("resize", () => {
 addEventListener("click", event => {
   if (event.target.dataset && event.target.dataset.copies) copy(event.target);
 });
+document.addEventListener("visibilitychange", look);
 look();

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
+import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from html.parser import HTMLParser
@@ -17,10 +20,11 @@ from xml.etree import ElementTree
 import pytest
 
 from dilocox.dht.manifest_revisions import in_state
-from dilocox.peer.http_pages import Page, PageServer, metrics_page
+from dilocox.peer.http_pages import Page, PageRequest, PageServer, metrics_page
 from dilocox.peer.monitor.history import SwarmHistory
 from dilocox.peer.monitor.monitor import MonitorPages
 from dilocox.peer.monitor.status import MAX_PEERS_SHOWN, metrics_of
+from tests.dht.processes import wait_until
 from tests.peer.fabricated import (
     INVITE,
     ToldSwarm,
@@ -301,6 +305,16 @@ def test_health_and_readiness_follow_the_looks() -> None:
     assert statuses() == (200, 503)
 
 
+def test_the_figures_of_a_look_are_sent_short_and_once() -> None:
+    swarm = trained(stages=1, replicas=2)
+    page = pages_of(swarm).pages()["/status.json"]()
+    assert len(page.packed) < len(page.body) / 2
+    assert json.loads(gzip.decompress(page.packed)) == json.loads(page.body)
+    assert pages_of(trained(stages=1, replicas=2)).pages()["/status.json"]().tag == page.tag
+    swarm.commit(4)
+    assert pages_of(swarm).pages()["/status.json"]().tag != page.tag
+
+
 # ---- in a browser --------------------------------------------------------------------------------
 def drawn(browser: Window, pages: MonitorPages, query: str = "", **look: Any) -> Shown:
     with PageServer("127.0.0.1", 0, pages.pages(), answer=pages.answer, option="") as server:
@@ -466,3 +480,47 @@ def test_peers_of_one_name_in_a_stage_are_told_apart(browser: Window) -> None:
 def test_64_replicas_of_8_stages_are_all_there(browser: Window) -> None:
     shown = drawn_state(browser, "large")
     assert shown.count('class="replica"') == 64 and shown.count('class="peer training') == 64 * 8
+
+
+@pytest.mark.usefixtures("browser")  # is there one?
+def test_the_page_asks_again_only_after_the_answer_and_not_while_nobody_sees_it() -> None:
+    pages = dict(pages_of(trained()).pages())
+    figures, script = pages["/status.json"], pages["/status.js"]()
+    quick = script.body.replace(b"PERIOD_MS = 3000", b"PERIOD_MS = 100")
+    assert quick != script.body
+    asks, at_once, most, statuses = 0, 0, 0, set[int]()
+
+    def slow() -> Page:
+        nonlocal asks, at_once, most
+        asks, at_once = asks + 1, at_once + 1
+        most = max(most, at_once)
+        time.sleep(0.3)
+        at_once -= 1
+        return figures()
+
+    class Watched(PageRequest):
+        def send_head(self, page: Page, more: Mapping[str, str]) -> None:
+            if self.path == "/status.json":
+                statuses.add(page.status)
+            super().send_head(page, more)
+
+    def seen(shown: str) -> str:
+        told = f"Object.defineProperty(document, 'hidden', {{value: {shown}, configurable: true}});"
+        return told + "document.dispatchEvent(new Event('visibilitychange')); 1"
+
+    pages |= {"/status.json": slow, "/status.js": lambda: replace(script, body=quick)}
+    with (
+        PageServer("127.0.0.1", 0, pages, option="", handler=Watched) as server,
+        Window(server.url) as window,
+    ):
+        wait_until(lambda: asks > 2, 30)
+        assert window.run("document.getElementById('health').textContent") == "Training"
+        assert most == 1 and statuses == {200, 304}
+        window.run(seen("true"))
+        wait_until(lambda: not at_once, 10)
+        before = asks
+        time.sleep(1.0)
+        assert asks == before
+        window.run(seen("false"))
+        wait_until(lambda: asks > before + 1, 10)
+        assert window.console == []

@@ -156,19 +156,21 @@ def window_limit(
     device: torch.device,
     *,
     computes_on: torch.device | None = None,
+    untaken_bytes: int = 0,
 ) -> int:
     """Microbatches in flight that a peer has room for, each storing so many bytes on a device; 0
     bytes are not known yet: as many as planned.
 
-    Half of what is free on the device; on the CPU no more than what the limit leaves beside the
-    plan, which has one of them where the stage computes there.
+    Half of what is free on the device and stays so; on the CPU no more than what the limit leaves
+    beside the plan, which has one of them where the stage computes there.
 
-    computes_on: the stage's device, where it is another one.
+    computes_on: the stage's device, where it is another one. untaken_bytes: what the inner step is
+    still to take on the device for gradients and moments.
     """
     on_cpu = device.type == "cpu"
     stored_bytes = max(1, stored_bytes or (needs.kept if on_cpu else needs.gpu_kept))
     free = available_bytes() if on_cpu else gpu_free_bytes(device) + gpu_cached_bytes(device)
-    room = free / 2
+    room = (free - untaken_bytes) / 2
     if limit_bytes is not None and on_cpu:
         planned = stored_bytes if (computes_on or device).type == "cpu" else 0
         room = min(room, limit_bytes - needs.of_machine(computes_on or device) + planned)

@@ -253,7 +253,7 @@ class Head:
         began, give_up = self._clock(), math.inf
         while (totals := member.totals) is None:
             while fed < len(batch) and member.worker.in_flight < replica.window:
-                member.worker.feed(fed, None, batch[fed])
+                member.feed(fed, None, batch[fed])
                 fed += 1
             worked = member.work()
             moved = self._drain(0.0 if worked else POLL_S)

@@ -205,11 +205,9 @@ class Member:
                 self._check_step(frame)
                 scale = ForwardFacts.from_facts(frame.facts).loss_scale
                 self.worker.optimizer.take_loss_scale(1.0 if scale is None else scale)
-                if self.worker.idle:  # the head may feed more than it was told to
-                    self._most = self.window_limit()
                 if self.worker.in_flight >= max(self._first_window, self._told_window, self._most):
                     raise FrameRefused("flood", f"{self.worker.in_flight} microbatches in flight")
-                self.worker.feed(frame.microbatch, *split_forward(frame, self._vocabulary))
+                self.feed(frame.microbatch, *split_forward(frame, self._vocabulary))
             case "go":
                 self._check_step(frame)
                 if not self.worker.finished:
@@ -258,6 +256,12 @@ class Member:
             raise FrameRefused("step", f"step {frame.step} within step {self.step}")
 
     # ---- the inner step --------------------------------------------------------------------------
+    def feed(self, microbatch: int, inputs: Tensor | None, windows: Tensor) -> None:
+        """Take the input of a forward; see `StageWorker.feed`."""
+        if self.worker.idle:  # a head may feed more than there is memory for now
+            self._most = self.window_limit()
+        self.worker.feed(microbatch, inputs, windows)
+
     def work(self) -> bool:
         """Run one forward or backward and send what it made; False if there is nothing to do."""
         produced = self.worker.run_one(self._most)

@@ -269,12 +269,17 @@ class Assembly:
         """Microbatches in flight that this peer has memory for; of those a last stage stores what
         comes in.
         """
-        limit = self._local.options.memory_limit_bytes
-        device = self._model.optimizer.device
-        if self._local.stage == self._manifest.stages - 1:
-            inputs, cpu = 4 * math.prod(self._shape), torch.device("cpu")
-            return window_limit(inputs, self._memory, limit, cpu, computes_on=device)
-        return window_limit(worker.stored_bytes, self._memory, limit, device)
+        optimizer = self._model.optimizer
+        is_last = self._local.stage == self._manifest.stages - 1
+        stored_on = torch.device("cpu") if is_last else optimizer.device
+        return window_limit(
+            4 * math.prod(self._shape) if is_last else worker.stored_bytes,
+            self._memory,
+            self._local.options.memory_limit_bytes,
+            stored_on,
+            computes_on=optimizer.device,
+            untaken_bytes=optimizer.untaken_bytes(stored_on),
+        )
 
     def _leading(self, learner: Learner, member: Member) -> Leading:
         local, manifest = self._local, self._manifest

@@ -78,6 +78,16 @@ class InnerPart:
         """Whether there is anything to step."""
         return any(parameter.grad is not None for parameter in self._parameters())
 
+    @property
+    def untaken_bytes(self) -> int:
+        """What its state is still to take: torch makes it in the first step."""
+        vectors = sum(name != "step" for name in self.state_names)
+        return vectors * sum(
+            parameter.nbytes
+            for parameter in self._parameters()
+            if not self.optimizer.state.get(parameter)
+        )
+
     def tensors(self) -> dict[str, Tensor]:
         """The state as named tensors, the live ones."""
         state: dict[int, dict[str, Tensor]] = self.optimizer.state_dict()["state"]
@@ -312,6 +322,15 @@ class InnerOptimizer:
         if self._scaler is not None and self._scale_before is not None:
             self._scaler.update(self._scale_before)
             self._scale_before = self._loss_scale = None
+
+    def untaken_bytes(self, device: torch.device) -> int:
+        """What an inner step is to take on a device beside weights and activations, and that is
+        free now: gradients, and before the first step the optimizer's state.
+        """
+        if device.type != self._parameters[0].device.type:
+            return 0
+        gradients = sum(each.nbytes for each in self._parameters if each.grad is None)
+        return gradients + sum(part.untaken_bytes for part in self._parts)
 
     def refresh(self) -> None:
         """The weights may have changed since the last forward: nothing to do where they are those

@@ -223,6 +223,9 @@ def test_the_window_is_what_half_the_free_memory_holds(monkeypatch: pytest.Monke
     assert window_limit(1, NEEDS, None, CPU) == LARGEST_OWN_WINDOW
     planned = replace(NEEDS, kept=200)
     assert window_limit(0, planned, None, CPU) == 20  # not measured yet
+    # moments and gradients that are not there yet are free as well
+    assert window_limit(100, NEEDS, None, CPU, untaken_bytes=6_000) == 10
+    assert window_limit(100, NEEDS, None, CPU, untaken_bytes=9_000) == 1
 
 
 def test_the_window_keeps_to_the_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:

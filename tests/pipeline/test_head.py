@@ -9,7 +9,7 @@ import pytest
 from dilocox.pipeline.frames import Frame
 from dilocox.pipeline.head import LAST_STEP_LIMIT_S, SKIPPED, STALL_LIMIT_S, STALLS
 from dilocox.pipeline.link import Arrived
-from dilocox.pipeline.stage_worker import StageWorker
+from dilocox.pipeline.stage_worker import Produced, StageWorker
 from tests.pipeline.chains import batches
 from tests.pipeline.histories import check_weights
 from tests.pipeline.peers import TINY, Peer, Plan
@@ -106,6 +106,21 @@ class TestWindow:
         assert swarm.leader.step(batches(TINY, 1)[0]) is not None
         assert swarm.wires.now - start < STALL_LIMIT_S
         return most
+
+    def test_a_head_that_has_less_memory_than_it_told_runs_fewer_forwards(self) -> None:
+        swarm = Swarm(Plan())
+        swarm.leader.form()
+        peer, run, ran = swarm.leader.peer, swarm.leader.peer.worker.run_one, list[str]()
+
+        def run_one(most: int) -> Produced | None:
+            made = run(most)
+            ran.extend([] if made is None else [made.kind])
+            return made
+
+        peer.worker.run_one = run_one  # type: ignore[method-assign]
+        peer.set_window(1)
+        assert self.most_in_flight(swarm) > 1
+        assert ran == ["forward", "backward"] * 3
 
     @pytest.mark.parametrize("name", ["head", "1a", "2a"])
     def test_it_is_that_of_the_scarcest(self, name: str) -> None:

@@ -585,3 +585,21 @@ def test_old_gpus_that_only_emulate_bf16_compute_in_fp32(
     assert "(7.5) has no bf16" in caplog.text
     assert usable_precision("fp16", gpu) == "fp16"
     assert usable_precision("bf16", torch.device("cpu")) == "fp32"
+
+
+@EITHER
+def test_what_a_step_is_still_to_take_is_its_gradients_and_at_first_the_state(kind: str) -> None:
+    module = model(kind)
+    optimizer = optimizer_of(module, kind)
+    cpu, weights_bytes = torch.device("cpu"), sum(each.nbytes for each in module.parameters())
+    assert optimizer.untaken_bytes(torch.device("cuda")) == 0
+    first = optimizer.untaken_bytes(cpu)
+    train_step(module, optimizer, batches(1)[0], 1.0)
+    state = optimizer.state_dict().tensors
+    taken = sum(tensor.nbytes for name, tensor in state.items() if not name.startswith("step/"))
+    assert optimizer.untaken_bytes(cpu) == weights_bytes
+    assert first == taken + weights_bytes
+    next(module.parameters()).grad = torch.zeros_like(next(module.parameters()))
+    assert optimizer.untaken_bytes(cpu) == weights_bytes - next(module.parameters()).nbytes
+    optimizer.reset()
+    assert optimizer.untaken_bytes(cpu) == first

@@ -21,8 +21,9 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from dilocox.pipeline.candidates import Records
+from dilocox.pipeline.frames import encoded_bytes
 from dilocox.pipeline.link import Arrived
-from dilocox.pipeline.member import Member
+from dilocox.pipeline.member import EXACT, Member
 from dilocox.pipeline.messages import Evaluated, Fault, Go, MemberEvent, Ready, Stepped, Totals
 from dilocox.pipeline.recruiting import Recruiter, Replica
 from dilocox.pipeline.reservation import Assignment
@@ -36,6 +37,8 @@ HEAL_LIMIT_S = 30.0
 LAST_STEP_LIMIT_S = 3.0  # what the step in flight may still take when this peer is to stop
 STALL_LIMIT_S = 120.0  # an inner step in which nothing moves for so long, or for ten steps' time
 STALLS = 2  # in one inner step, then its members are let go
+SLOW_LINK = 0.5e6  # bytes a second of a line that was not measured
+EVALUATED_BYTES = 1 << 29  # on their way through a replica at once, or one batch
 SKIPPED = 40  # inner steps in a row, then the same: more than a loss scale of float16 is halved
 MOVES = frozenset({"gradient", "sum"})  # what an inner step comes nearer its end by
 
@@ -107,6 +110,7 @@ class Head:
         self._evaluated = 0
         self._anchor_rounds: set[int] = set()
         self._slowest_s = 0.0  # of the stages, for a microbatch of the last inner step
+        self._slowest_link = 0.0  # bytes a second down the chain, as measured then
         self._failed: set[int] = set()  # the stages that failed last, as the replica did not stand
 
     @property
@@ -132,7 +136,7 @@ class Head:
     def form(self) -> str:
         """Try once to make a replica; why it failed, empty if it stands."""
         self._anchor_rounds, self.undecided, self.oldest_anchor = set(), False, None
-        self._slowest_s = 0.0
+        self._slowest_s = self._slowest_link = 0.0
         self._replica = Replica(
             members={0: self._me},
             clients={0: self._client_mode},
@@ -284,6 +288,8 @@ class Head:
         replica.codecs, replica.window = self._tuning.next(reports, replica.codecs, replica.limit)
         self._anchor_rounds = {report.anchor_round for report in reports}
         self._slowest_s = max(report.compute_s for report in reports)
+        speeds = [report.upper_bytes_per_s for report in reports if report.upper_bytes_per_s > 0]
+        self._slowest_link = min(speeds, default=0.0)
         self.undecided = any(report.undecided for report in reports[1:])
         self.oldest_anchor = min((report.anchor_round for report in reports[1:]), default=None)
         factor = self._clip(totals.squared_norm, totals.loss)
@@ -310,8 +316,8 @@ class Head:
             moved |= isinstance(message, Arrived) and message.frame.kind in MOVES
         return moved
 
-    def _next_event(self) -> MemberEvent | None:
-        message = self._member.network.inbox.get(POLL_S)
+    def _next_event(self, wait_s: float = POLL_S) -> MemberEvent | None:
+        message = self._member.network.inbox.get(wait_s)
         return None if message is None else self._member.handle(message)
 
     # ---- healing ---------------------------------------------------------------------------------
@@ -360,20 +366,32 @@ class Head:
 
         On the anchors of all stages; None if they are not of one round, a member was lost, or for
         long no loss came: the first one passes all links, and a batch is exact, so it is large.
+        One is sent when the slowest line is done with the one before, not to lie in somebody's
+        memory.
         """
         first = self._evaluated  # numbers go on, so that late answers are told from new ones
         self._evaluated += len(batches)
         losses: dict[int, float] = {}
         sent, moved_at = 0, self._clock()
+        b, (_, t, d) = len(batches[0]), self._tuning.shape
+        frame_bytes = encoded_bytes(EXACT, (b, t, d))
+        line_s = frame_bytes / self._slowest_link if self._slowest_link > 0 else 0.0
+        hops = self._num_stages - 1
         limit_s = STALL_LIMIT_S * max(1.0, self._num_stages / 2)
+        limit_s += 2 * hops * (line_s or frame_bytes / SLOW_LINK)
+        most, due = min(hops + 1, max(1, EVALUATED_BYTES // frame_bytes)), moved_at
         try:
             with self._member.in_place():
                 while len(losses) < len(batches):
-                    if sent < len(batches) and sent - len(losses) < self._num_stages:
+                    wait_s = POLL_S
+                    if sent < len(batches) and sent - len(losses) < most:
+                        wait_s = min(POLL_S, due - self._clock()) if sent > len(losses) else 0.0
+                    if wait_s > 0:
+                        event = self._next_event(wait_s)
+                    else:
+                        due = self._clock() + line_s
                         event = self._member.evaluate(first + sent, batches[sent])
                         sent += 1
-                    else:
-                        event = self._next_event()
                     if isinstance(event, Fault):
                         raise Lost(event)
                     if isinstance(event, Evaluated) and event.batch >= first:

@@ -59,7 +59,7 @@ from dilocox.peer.process.starting_stage import announce_joining, chosen_stage
 from dilocox.peer.rounds.outer_step import anchor_sha256
 from dilocox.peer.rounds.record import RecordRefused
 from dilocox.peer.state_folder import StateFolder
-from dilocox.peer.training.data import BATCH_WINDOWS, written_text
+from dilocox.peer.training.data import evaluated_at_once, written_text
 from dilocox.peer.training.inner_optimizer import clip_factor
 from dilocox.peer.training.loop import Learner, Move, Revised
 from dilocox.peer.training.offload import gpu_memory
@@ -167,7 +167,7 @@ class Assembly:
                     microbatch_size=batch.microbatch_size,
                     sequence_length=batch.sequence_length,
                     hidden_size=self._shape[2],
-                    evaluate_windows=min(batch.microbatch_size, BATCH_WINDOWS),
+                    evaluate_windows=evaluated_at_once(self._shape),
                 ),
                 silence_s=manifest.deadlines.silence_s,
                 room=lambda: available_bytes() / 4,

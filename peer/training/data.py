@@ -561,13 +561,20 @@ def _tensor(windows: TokenIds) -> torch.Tensor:
 
 
 BATCH_WINDOWS = 8  # at most, fixed so that every peer sums in the same order
+BATCH_BYTES = 1 << 25  # of activations at most, or of one window: they pass all links in fp32
 
 
-def batches_of(windows: Tensor, microbatch_size: int = BATCH_WINDOWS) -> list[Tensor]:
-    """Held-out windows int64 [n, t + 1] in the batches that every peer evaluates: of no more
-    windows than it computes in training.
+def evaluated_at_once(shape: Sequence[int]) -> int:
+    """How many held-out windows are a batch in a run whose microbatches have activations [b, t, d]:
+    all peers take as many, no more than they compute in training.
     """
-    return list(windows.split(min(microbatch_size, BATCH_WINDOWS)))
+    b, t, d = shape
+    return min(b, BATCH_WINDOWS, max(1, BATCH_BYTES // (4 * t * d)))
+
+
+def batches_of(windows: Tensor, at_once: int = BATCH_WINDOWS) -> list[Tensor]:
+    """Held-out windows int64 [n, t + 1] in the batches that every peer evaluates."""
+    return list(windows.split(at_once))
 
 
 @torch.no_grad()

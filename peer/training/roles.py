@@ -27,7 +27,7 @@ from dilocox.dht.errors import CannotFollow, EnvironmentFault
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.averaging.averager import AveragerStuck
 from dilocox.peer.averaging.coordinator import ChildDied, Coordinator
-from dilocox.peer.training.data import Corpus, batches_of
+from dilocox.peer.training.data import Corpus, batches_of, evaluated_at_once
 from dilocox.peer.training.inner_optimizer import learning_rate
 from dilocox.peer.training.loop import POLL_S, Learner, Move, Revised
 from dilocox.peer.training.report import LoopMeter
@@ -35,6 +35,7 @@ from dilocox.pipeline.candidates import unfilled
 from dilocox.pipeline.head import Head
 from dilocox.pipeline.member import Follower, Member
 from dilocox.pipeline.messages import Stepped
+from dilocox.pipeline.partition import hidden_size
 from dilocox.pipeline.reservation import Reservation
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,9 @@ class Leading:
         self._head = head
         self._reservation = reservation
         self._corpus = corpus
-        self._batches = batches_of(held_out, manifest.batch.microbatch_size)
+        batch = manifest.batch
+        shape = batch.microbatch_size, batch.sequence_length, hidden_size(manifest.model)
+        self._batches = batches_of(held_out, evaluated_at_once(shape))
         self._windows = held_out.shape
         self._coordinator = coordinator
         self._meter = meter

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from dilocox.peer.training.data import validation_loss
+from dilocox.pipeline import head
 from dilocox.pipeline.frames import Frame
 from dilocox.pipeline.head import STALL_LIMIT_S
+from dilocox.pipeline.link import LinkFacts
 from dilocox.pipeline.stage import build_stage
 from tests.pipeline.chains import SEED, batches
 from tests.pipeline.histories import check_weights, equal
@@ -128,6 +130,34 @@ class TestEvaluating:
         assert swarm.wires.now - began > 3 * STALL_LIMIT_S
         there_and_back = 2 * len(swarm.leader.peer.parameters)
         assert anchor.writes - writes == there_and_back
+
+    def test_a_slow_line_is_given_a_batch_when_it_is_done_with_the_one_before(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """All at once they would fill somebody's memory, and the first loss is long in coming."""
+        line_s, frame_bytes = 20.0, 4 * VALIDATION[0][:, 1:].numel() * 16
+        monkeypatch.setattr(head, "EVALUATED_BYTES", 5 * frame_bytes // 2)
+        swarm = Swarm(PLAN)
+        swarm.leader.form()
+        for peer in swarm.alive:
+            peer.box.measured = LinkFacts(received_bytes_per_s=frame_bytes / line_s)
+        swarm.leader.step(BATCHES[0])
+        swarm.settle()
+        worker, times = swarm.leader.peer.worker, list[float]()
+        evaluate = worker.evaluate
+
+        def timed(inputs: Tensor | None, windows: Tensor) -> Tensor | float:
+            times.append(swarm.wires.now)
+            return evaluate(inputs, windows)
+
+        worker.evaluate = timed  # type: ignore[method-assign]
+        swarm.peers["2a"].busy = True
+        assert swarm.leader.head.evaluate([*VALIDATION] * 2) is None
+        first, second = times  # and no third one while these two are on their way
+        assert line_s <= second - first < line_s + 1
+        assert swarm.wires.now - first >= 1.5 * STALL_LIMIT_S + 2 * 2 * line_s
+        swarm.peers["2a"].busy = False
+        assert swarm.leader.head.evaluate(VALIDATION) == pytest.approx(self.expected())
 
     def test_anchors_that_are_not_finite_give_no_number(self) -> None:
         swarm = Swarm(PLAN)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dilocox.peer.training.data import validation_loss
+from dilocox.peer.training.data import evaluated_at_once, validation_loss
 from dilocox.peer.training.unsent_progress import exchanged
 
 VOCABULARY = 16
@@ -18,6 +18,22 @@ def test_the_loss_is_the_mean_over_every_predicted_token() -> None:
     loss = validation_loss(lambda ids: table[ids], windows)  # 13 windows: a batch is not full
     expected = F.cross_entropy(table[windows[:, :-1]].flatten(0, 1), windows[:, 1:].flatten())
     assert loss == pytest.approx(float(expected), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "at_once"),
+    [
+        ((16, 1024, 768), 8),
+        ((4, 1024, 768), 4),
+        ((4, 2048, 2048), 2),
+        ((4, 2048, 5120), 1),  # 168 MB would be a minute of a line of 20 Mbit/s
+        ((4, 4096, 4096), 1),
+    ],
+)
+def test_a_batch_is_no_more_than_a_slow_line_carries(
+    shape: tuple[int, int, int], at_once: int
+) -> None:
+    assert evaluated_at_once(shape) == at_once
 
 
 def test_no_gradient_is_kept() -> None:

@@ -122,6 +122,7 @@ class StopSignal:
         self.event = threading.Event()
         self.asked = False  # by a signal
         self._raises = True
+        self._patient = False
         self._before = {number: signal.getsignal(number) for number in self.SIGNALS}
 
     def install(self) -> None:
@@ -133,9 +134,17 @@ class StopSignal:
         """From now on a signal only sets `event`."""
         self._raises = False
 
-    def leave(self) -> None:
-        """Set `event` without a signal: a first one may still come, and is no second one."""
+    def leave(self, *, patient: bool = False) -> None:
+        """Set `event` without a signal: a first one may still come, and is no second one. patient:
+        nobody waits for it.
+        """
+        self._patient = patient
         self.event.set()
+
+    @property
+    def patient(self) -> bool:
+        """Whether what asked to leave can wait."""
+        return self._patient and not self.asked
 
     def resume(self) -> None:
         """From now on a signal raises again, and one that came meanwhile does so now."""

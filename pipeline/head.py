@@ -34,13 +34,24 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.2
 READY_LIMIT_S = 10.0  # a member takes up an epoch when the piece that it computes is done
 HEAL_LIMIT_S = 30.0
-LAST_STEP_LIMIT_S = 3.0  # what the step in flight may still take when this peer is to stop
+LAST_STEP_S = 5.0  # what the step in flight may still take in any case when this peer is to stop
 STALL_LIMIT_S = 120.0  # an inner step in which nothing moves for so long, or for ten steps' time
 STALLS = 2  # in one inner step, then its members are let go
 SLOW_LINK = 0.5e6  # bytes a second of a line that was not measured
 EVALUATED_BYTES = 1 << 29  # on their way through a replica at once, or one batch
 SKIPPED = 40  # inner steps in a row, then the same: more than a loss scale of float16 is halved
 MOVES = frozenset({"gradient", "sum"})  # what an inner step comes nearer its end by
+
+
+def rest_of_step_s(lasted_s: float, since_s: float, limit_s: float) -> float:
+    """How long who is to stop waits for the end of an inner step that began `since_s` ago, where
+    the last one lasted so long (0: none did): no longer than the limit, and only a moment for one
+    that would not end within it.
+    """
+    left_s = max(0.0, lasted_s - since_s)
+    if left_s >= limit_s:
+        return LAST_STEP_S
+    return min(limit_s, max(LAST_STEP_S, left_s + lasted_s / 4))
 
 
 class Lost(Exception):
@@ -61,7 +72,8 @@ class Head:
     client_mode: whether this peer can only dial out. member: its own stage. records(): the
     swarm's peers, as of the last look. clip(squared norm, loss): the clip factor, not a number if
     the step must be skipped. tell(kind, **facts): hears what people and scripts want to know:
-    replica, fault, healed, dissolved. stopping(): ends every wait.
+    replica, fault, healed, dissolved. stopping(): ends every wait, but one for the end of an inner
+    step, for which there is `leave_limit_s()` then.
 
     Attributes:
         last_fault: in few words, empty before the first.
@@ -81,6 +93,7 @@ class Head:
         clip: Callable[[float, float], float],
         tell: Callable[..., None],
         stopping: Callable[[], bool],
+        leave_limit_s: Callable[[], float],
         clock: Callable[[], float] = time.monotonic,
     ):
         self.last_fault = ""
@@ -104,6 +117,7 @@ class Head:
         self._clip = clip
         self._tell = tell
         self._stopping = stopping
+        self._leave_limit_s = leave_limit_s
         self._clock = clock
         self._replica: Replica | None = None
         self._step = 0
@@ -263,9 +277,11 @@ class Head:
             moved = self._drain(0.0 if worked else POLL_S)
             if worked or moved:
                 moved_at = self._clock()
-            if self._stopping():  # the step in flight is finished, if it is not a long one
-                give_up = min(give_up, self._clock() + LAST_STEP_LIMIT_S)
-            if self._clock() > give_up:
+            now = self._clock()
+            if self._stopping():
+                left_s = rest_of_step_s(self.step_s, now - began, self._leave_limit_s())
+                give_up = min(give_up, now + left_s)
+            if now > give_up:
                 return None
             if self._clock() - moved_at > limit_s:
                 raise Stalled(Fault(stage=1, seen_by=0, reason="silent", after_s=limit_s))

@@ -64,7 +64,13 @@ from dilocox.peer.training.inner_optimizer import clip_factor
 from dilocox.peer.training.loop import Learner, Move, Revised
 from dilocox.peer.training.offload import gpu_memory
 from dilocox.peer.training.report import LoopMeter, Reporter
-from dilocox.peer.training.roles import Leading, Serving, train
+from dilocox.peer.training.roles import (
+    HANDOVER_LIMIT_S,
+    REST_LIMIT_S,
+    Leading,
+    Serving,
+    train,
+)
 from dilocox.peer.training.snapshot_taking import Snapshots
 from dilocox.pipeline.frames import Frame, FrameLimits
 from dilocox.pipeline.head import Head
@@ -102,6 +108,7 @@ class Assembly:
         self._memory = memory
         self._manifest = manifest
         self._stop = stop.event
+        self._leave_limit_s = lambda: REST_LIMIT_S if stop.patient else HANDOVER_LIMIT_S
         self._snapshots = snapshots = Snapshots(
             local.snapshots, layout=layout.digest, period_s=60 * local.options.snapshot_minutes
         )
@@ -298,6 +305,7 @@ class Assembly:
             ),
             tell=self._tell,
             stopping=self._stop.is_set,
+            leave_limit_s=self._leave_limit_s,
         )
         corpus, windows = open_corpus(text, local.options.data), held_out(text)
         if manifest.stages == 1 and not local.options.compile_layers:  # each length anew
@@ -331,6 +339,7 @@ class Assembly:
             member=member,
             reservation=self._reservation,
             coordinator=self.coordinator,
+            leave_limit_s=self._leave_limit_s,
         )
 
 

@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "dilocox_"  # of a peer's metrics
 REASONS: tuple[Reason, ...] = get_args(Reason)
+CAN_WAIT: tuple[Reason, ...] = ("hours", "traffic")  # until an inner step has ended
 WRITE_PERIOD_S = 60.0
 MONTHS_KEPT = 12
 LOOK_S = 1.0
@@ -180,7 +181,7 @@ def rest_watch(
                 continue
             if rest is not None and not stop.event.is_set():
                 logger.info("leaving to rest: %s", rest.words)
-                stop.leave()
+                stop.leave(patient=rest.reason in CAN_WAIT)
 
     thread = threading.Thread(target=watch, name="rest", daemon=True)
     thread.start()
@@ -332,7 +333,7 @@ def pause(options: PauseOptions) -> int:
         return 0
     folder.pause(True)
     typer.echo(
-        "paused: the peer leaves the swarm within seconds and stays away, also after a restart, "
+        "paused: the peer leaves the swarm within minutes and stays away, also after a restart, "
         f"until {ends}"
     )
     return 0

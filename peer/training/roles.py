@@ -17,6 +17,7 @@ import math
 import random
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -32,7 +33,7 @@ from dilocox.peer.training.inner_optimizer import learning_rate
 from dilocox.peer.training.loop import POLL_S, Learner, Move, Revised
 from dilocox.peer.training.report import LoopMeter
 from dilocox.pipeline.candidates import unfilled
-from dilocox.pipeline.head import Head
+from dilocox.pipeline.head import Head, rest_of_step_s
 from dilocox.pipeline.member import Follower, Member
 from dilocox.pipeline.messages import Stepped
 from dilocox.pipeline.partition import hidden_size
@@ -45,6 +46,8 @@ LAST_LOSS_PAUSE_S = 0.5
 NO_TEXT_S, LATE_TEXT_S = 10.0, 120.0
 NO_TEXT = "the text of its part of the data is not here yet"
 PAUSED = "the operator has paused the run"
+HANDOVER_LIMIT_S = 120.0  # how long a leaving peer waits for the end of its inner step, at most
+REST_LIMIT_S = 1800.0  # the same, where it leaves for what can wait
 LAST_LOSS_LIMIT_S = 30.0  # how long the run's last validation waits for all stages' last records
 
 
@@ -298,7 +301,6 @@ class Leading:
 
 
 SPARE_S = 30.0  # in no replica, where no stage lacks a peer: then it is said what for
-HANDOVER_LIMIT_S = 5.0  # how long a leaving member waits for the head to replace it
 
 
 class Serving:
@@ -312,13 +314,16 @@ class Serving:
         member: Member,
         reservation: Reservation,
         coordinator: Coordinator,
+        leave_limit_s: Callable[[], float] = lambda: HANDOVER_LIMIT_S,
     ):
         self._learner = learner
         self._follower = follower
         self._member = member
         self._reservation = reservation
         self._coordinator = coordinator
+        self._leave_limit_s = leave_limit_s
         self._stepped_at = time.monotonic()
+        self._step_s = 0.0  # of the last inner step
         self._head: str = ""
         self._trains = False  # an inner step was taken with that head
         self._spare_at: float | None = self._stepped_at + SPARE_S  # then; None once that is said
@@ -342,11 +347,18 @@ class Serving:
             raise Move(move)
 
     def release(self, *, ended: bool) -> None:
-        """Wait for the head to replace this peer at the end of an inner step, for a while."""
+        """Wait for the head to replace this peer at the end of an inner step, for a while: without
+        it all members would make that step again.
+        """
         self._reservation.shut("it leaves")
         self._member.leaving = True
-        end = time.monotonic() + HANDOVER_LIMIT_S
-        while self._follower.head and time.monotonic() < end:
+        end = math.inf
+        while self._follower.head:
+            now = time.monotonic()
+            left_s = rest_of_step_s(self._step_s, now - self._stepped_at, self._leave_limit_s())
+            end = min(end, now + left_s)
+            if now >= end:
+                break
             self._take(self._follower.turn(POLL_S))
         self._follower.leave()
         self._show_replica()
@@ -360,8 +372,8 @@ class Serving:
         if stepped is not None:
             now = time.monotonic()
             self._trains = True
-            self._learner.stepped(stepped, now - self._stepped_at)
-            self._stepped_at = now
+            self._step_s, self._stepped_at = now - self._stepped_at, now
+            self._learner.stepped(stepped, self._step_s)
         else:  # weights and moments rest until the step is told
             self._learner.snapshot_if_due()
         self._show_replica()

@@ -45,10 +45,11 @@ def test_leaving_without_a_signal_is_told_apart_and_a_first_signal_is_no_second_
     with StopSignal() as stop:
         stop.defer()
         assert not stop.event.is_set()
-        stop.leave()
-        assert (stop.event.is_set(), stop.asked) == (True, False)
+        stop.leave(patient=True)
+        assert (stop.event.is_set(), stop.asked, stop.patient) == (True, False, True)
         send(signal.SIGTERM)
         assert stop.asked
+        assert not stop.patient
 
 
 def test_what_came_while_it_was_deferred_is_raised_when_it_is_resumed() -> None:

@@ -61,6 +61,7 @@ class Leader:
             clip=self._clip,
             tell=peer.tell,
             stopping=lambda: self.stop,
+            leave_limit_s=lambda: 120.0,
             clock=swarm.wires.monotonic,
         )
         self._show()

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from dilocox.pipeline.frames import Frame
-from dilocox.pipeline.head import LAST_STEP_LIMIT_S, SKIPPED, STALL_LIMIT_S, STALLS
+from dilocox.pipeline.head import LAST_STEP_S, SKIPPED, STALL_LIMIT_S, STALLS, rest_of_step_s
 from dilocox.pipeline.link import Arrived
 from dilocox.pipeline.stage_worker import Produced, StageWorker
 from tests.pipeline.chains import batches
@@ -373,6 +373,43 @@ class TestFaultsOfLinks:
 
 class TestStopping:
     @pytest.mark.parametrize(
+        ("lasted_s", "since_s", "waits_s"),
+        [
+            (0.0, 9.0, LAST_STEP_S),  # it never took one
+            (1.0, 0.5, LAST_STEP_S),
+            (100.0, 0.0, 120.0),
+            (100.0, 90.0, 35.0),
+            (100.0, 300.0, 25.0),  # it takes longer than the last one
+            (900.0, 890.0, 120.0),
+            (900.0, 100.0, LAST_STEP_S),  # little is lost, and it ends too late
+        ],
+    )
+    def test_the_end_of_a_step_is_waited_for_where_it_is_near(
+        self, lasted_s: float, since_s: float, waits_s: float
+    ) -> None:
+        assert rest_of_step_s(lasted_s, since_s, 120.0) == waits_s
+
+    def test_a_long_step_that_is_nearly_done_is_finished(self) -> None:
+        swarm = Swarm(PLAN)
+        swarm.leader.form()
+        below, started, before = swarm.peers["1a"], [swarm.wires.now], swarm.wires.pass_time
+
+        def wakes(seconds: float) -> None:
+            before(seconds)
+            took_s = swarm.wires.now - started[-1]
+            below.busy = took_s < 90.0
+            swarm.leader.stop = len(started) == 2 and took_s > 30.0
+
+        swarm.wires.pass_time = wakes
+        below.busy = True
+        assert swarm.leader.step(BATCHES[0]) is not None
+        started.append(swarm.wires.now)
+        below.busy = True
+        assert swarm.leader.step(BATCHES[1]) is not None
+        assert swarm.leader.stop
+        check_weights(swarm)
+
+    @pytest.mark.parametrize(
         ("moment", "stuck"), [(1, False), (5, False), (9, False), (1, True), (5, True)]
     )
     def test_it_finishes_the_step_unless_that_takes_long(self, moment: int, stuck: bool) -> None:
@@ -389,7 +426,7 @@ class TestStopping:
         swarm.wires.on_frame = stop
         start = swarm.wires.now
         assert (swarm.leader.step(BATCHES[1]) is None) == stuck
-        assert swarm.wires.now - start < LAST_STEP_LIMIT_S + 0.5
+        assert swarm.wires.now - start < LAST_STEP_S + 0.5
         swarm.wires.on_frame = lambda _: None
         swarm.peers["1a"].busy = False
         swarm.leader.head.dissolve()

@@ -100,6 +100,7 @@ def test_over_the_limit_a_training_peer_is_asked_to_leave_and_its_traffic_is_kep
             assert stop.event.wait(5.0)
             total[0] = int(3.3 * GB)  # until it has left
         assert not stop.asked
+        assert stop.patient  # nobody waits for what it uses
     after = Allowance(given)
     assert after.used_bytes == pytest.approx(3.3 * GB)
     rest = after.rest()
@@ -124,6 +125,15 @@ def test_a_look_that_fails_does_not_end_the_limits(
         with rest_watch(Allowance(given), count, stop, look_s=0.01):
             assert stop.event.wait(5.0)
     assert "looking again" in caplog.text
+
+
+def test_who_is_paused_wants_its_machine(state: Path) -> None:
+    StateFolder(state).pause(True)
+    with StopSignal() as stop:
+        stop.defer()
+        with rest_watch(Allowance(options(state)), lambda: 0, stop, look_s=0.01):
+            assert stop.event.wait(5.0)
+        assert not stop.patient
 
 
 # ---- while it rests ------------------------------------------------------------------------------

@@ -306,12 +306,45 @@ def test_a_leaver_works_on_until_its_head_has_replaced_it(served: Server) -> Non
     assert served.reservation.answer("g", Frame(kind="reserve", replica="g")).kind == "no"
 
 
-def test_a_leaver_waits_for_no_head_for_long(
-    served: Server, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("took_s", "limit_s", "waited_s"),
+    [
+        (10.0, 120.0, 12.0),  # of 200 s
+        (190.0, 120.0, 10.0),
+        (190.0, 1800.0, 192.0),  # what can wait
+    ],
+)
+def test_a_leaver_waits_for_the_end_of_its_step_where_that_is_near(
+    served: Server, clock: TestClock, took_s: float, limit_s: float, waited_s: float
 ) -> None:
-    monkeypatch.setattr(roles, "HANDOVER_LIMIT_S", 0.05)
+    leaves = Serving(
+        learner=served.loop.learner,
+        follower=cast("Follower", served.follower),
+        member=served.member,
+        reservation=served.reservation,
+        coordinator=served.loop.coordinator,
+        leave_limit_s=lambda: limit_s,
+    )
     served.follower.head = HEAD
-    served.role.release(ended=False)
+    leaves.turn()
+    ends = clock.now + 200.0
+
+    def turn(wait_s: float) -> Stepped | None:
+        nonlocal ends
+        clock.now += 2.0
+        if clock.now < ends:
+            return None
+        served.follower.head, ends = HEAD if served.member.leaving is False else "", ends + 200.0
+        return STEPPED
+
+    served.follower.turn = turn  # type: ignore[method-assign]
+    while served.loop.meter.inner_step == 0 or clock.now < ends - took_s:
+        leaves.turn()
+    began = clock.now
+    leaves.release(ended=False)
+    waited = clock.now - began
+    assert waited == pytest.approx(waited_s, abs=4.0)
+    assert served.loop.meter.inner_step == (2 if waited > took_s - 4 else 1)
     assert (served.follower.head, served.follower.left) == ("", 1)
     assert served.loop.fake.status.head == ""
 

@@ -203,12 +203,16 @@ def _left_in_group(limit: Path, used: Path, details: Path) -> float:
 
 
 def proportional_bytes(pid: int) -> int:
-    """A process's proportional set size; 0 if it is gone."""
+    """A process's proportional set size; 0 if it is gone. Pages of files, such as a state that is
+    mapped from the disk, are the system's to drop, and count only on Linux before 5.4.
+    """
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
         return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    facts = dict(line.split(":", 1) for line in lines if ":" in line)
+    counted = ("Pss_Anon", "Pss_Shmem") if "Pss_Anon" in facts else ("Pss",)
+    return sum(1024 * int(facts.get(name, "0").split()[0]) for name in counted)
 
 
 Status = Literal["ok", "warning", "failed", "skipped"]

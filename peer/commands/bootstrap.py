@@ -113,7 +113,7 @@ METRICS = (
     _Spec("dht_peers", "Other DHT nodes that this one knows.", lambda f: f.dht_peers),
     _Spec(
         "memory_bytes",
-        "Of all processes, proportional set size; without the child that asks the model.",
+        "Of all processes but the child that asks the model, as shared; no pages of files.",
         lambda f: f.memory_bytes,
     ),
     _Spec(

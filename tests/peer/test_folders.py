@@ -250,6 +250,27 @@ def test_free_memory_is_a_part_of_what_the_machine_has() -> None:
     assert 10_000_000 < memory_and_disk.available_bytes() <= total
 
 
+def test_a_file_that_is_mapped_is_not_memory_of_the_peer(tmp_path: Path) -> None:
+    """A state of gigabytes is looked through so, and the peer would end by its memory limit."""
+    (tmp_path / "state").write_bytes(b"x" * (64 << 20))
+    program = (
+        "import mmap, sys\n"
+        "file = open(sys.argv[1], 'rb')\n"
+        "mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)\n"
+        "print(sum(mapped[n] for n in range(0, len(mapped), 4096)), flush=True); sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, tmp_path / "state"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as reader:
+        assert reader.stdout and reader.stdin
+        assert reader.stdout.readline()
+        taken = proportional_bytes(reader.pid)
+        reader.stdin.close()
+    assert 1 << 20 < taken < 32 << 20
+
+
 def test_memory_that_two_processes_share_is_counted_once() -> None:
     program = (
         "import os, mmap, sys, time\n"

@@ -146,6 +146,13 @@ class Head:
         """Whether the anchors of all stages were of this round at the last inner step."""
         return self._replica is not None and self._anchor_rounds <= {round_number}
 
+    def anchors_now_at(self, round_number: int) -> bool:
+        """Whether all members say now that their anchors are of this round; asks them."""
+        peers = () if self._replica is None else self._replica.others.values()
+        answers = self._recruiter.ask_all(peers, "ping")
+        rounds = {answer and answer.frame.facts.get("round") for answer in answers.values()}
+        return rounds <= {round_number}
+
     # ---- forming ---------------------------------------------------------------------------------
     def form(self) -> str:
         """Try once to make a replica; why it failed, empty if it stands."""

@@ -48,7 +48,7 @@ NO_TEXT = "the text of its part of the data is not here yet"
 PAUSED = "the operator has paused the run"
 HANDOVER_LIMIT_S = 120.0  # how long a leaving peer waits for the end of its inner step, at most
 REST_LIMIT_S = 1800.0  # the same, where it leaves for what can wait
-LAST_LOSS_LIMIT_S = 30.0  # how long the run's last validation waits for all stages' last records
+LAST_LOSS_LIMIT_S = 900.0  # as long at most the last validation waits for all stages' last records
 
 
 class Leading:
@@ -136,12 +136,14 @@ class Leading:
     def release(self, *, ended: bool) -> None:
         """Let the replica go; at the run's end when its last anchor has been evaluated."""
         if ended:
-            end = time.monotonic() + LAST_LOSS_LIMIT_S
+            # others commit their last records later, by minutes where an exchange takes as long
+            limit_s = min(self._coordinator.outcome_limit_s, LAST_LOSS_LIMIT_S)
+            end = time.monotonic() + limit_s
             while self._unvalidated and self._head.members and time.monotonic() < end:
                 if self._stop.is_set():
                     break
-                if self._learner.hold():
-                    self._evaluate()  # None as long as a stage lacks its last record
+                if self._head.anchors_now_at(self._learner.round) and self._learner.hold():
+                    self._evaluate()
                 self._learner.take_events(wait_s=LAST_LOSS_PAUSE_S)
         self._head.dissolve()
         self._show_replica()

@@ -66,6 +66,19 @@ class TestEvaluating:
         assert swarm.leader.head.anchors_at(1)
         assert swarm.leader.head.evaluate(VALIDATION) == pytest.approx(self.expected())
 
+    def test_members_say_which_anchor_they_have_without_a_step(self) -> None:
+        swarm = Swarm(PLAN)
+        swarm.leader.form()
+        peers = [swarm.peers["1a"], swarm.peers["2a"]]
+        for peer, rounds in zip(peers, ({"round": 3}, {"round": 2}), strict=True):
+            peer.reservation.open(rounds)
+        assert not swarm.leader.head.anchors_now_at(3)
+        peers[1].reservation.open({"round": 3})
+        assert swarm.leader.head.anchors_now_at(3)
+        assert not swarm.leader.head.anchors_now_at(2)
+        swarm.wires.kill("2a", flushed=True)
+        assert not swarm.leader.head.anchors_now_at(3)
+
     @pytest.mark.parametrize("seed", range(5))
     def test_late_answers_belong_to_no_later_evaluation(self, seed: int) -> None:
         swarm = Swarm(PLAN, seed=seed)

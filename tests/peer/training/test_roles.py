@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from pathlib import Path
@@ -47,6 +47,8 @@ class FakeHead:
         self.steps: deque[Stepped | None] = deque()
         self.fed: list[tuple[list[int], float]] = []
         self.anchors: int | None = None  # the round at which all are, None for any
+        self.late = 0  # how often they are asked until all have their last records
+        self.asked: Callable[[], None] = lambda: None
         self.losses: deque[float | None] = deque()
         self.evaluated: list[int] = []
         self.dissolved = 0
@@ -65,6 +67,11 @@ class FakeHead:
 
     def anchors_at(self, round_number: int) -> bool:
         return self.anchors in (None, round_number)
+
+    def anchors_now_at(self, round_number: int) -> bool:
+        self.asked()
+        self.late -= 1
+        return self.late < 0
 
     def evaluate(self, batches: Sequence[Tensor]) -> float | None:
         self.evaluated.append(sum(len(batch) for batch in batches))
@@ -541,6 +548,23 @@ def test_at_the_end_nobody_waits_for_a_loss_that_will_not_come(led: Leader, why:
     assert time.monotonic() - began < 1
     assert len(led.head.evaluated) == before
     assert led.head.dissolved == 1
+
+
+def test_other_stages_may_have_their_last_records_as_late_as_a_send_takes(
+    led: Leader, clock: TestClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roles, "LAST_LOSS_PAUSE_S", 0.0)
+    merged(led, 0, mine=True)
+    led.head.late = 45
+
+    def asked() -> None:
+        clock.now += 1.0
+
+    led.head.asked = asked
+    assert led.loop.fake.outcome_limit_s > 45
+    led.role.release(ended=True)
+    assert len(losses(led)) == 2
+    assert led.head.evaluated == [4]  # not a large frame before
 
 
 def test_the_wait_for_the_last_loss_has_an_end(

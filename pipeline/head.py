@@ -26,7 +26,7 @@ from dilocox.pipeline.link import Arrived
 from dilocox.pipeline.member import EXACT, Member
 from dilocox.pipeline.messages import Evaluated, Fault, Go, MemberEvent, Ready, Stepped, Totals
 from dilocox.pipeline.recruiting import Recruiter, Replica
-from dilocox.pipeline.reservation import Assignment
+from dilocox.pipeline.reservation import LONGEST_OPENING_S, Assignment
 from dilocox.pipeline.tuning import Tuning
 
 logger = logging.getLogger(__name__)
@@ -186,7 +186,7 @@ class Head:
 
     def _make_whole(self, vacant: set[int]) -> str:
         """Fill these stages and begin an epoch, again and again; why it failed, or empty."""
-        end = self._clock() + HEAL_LIMIT_S
+        end = self._clock() + HEAL_LIMIT_S + 2 * self._opening_s
         replica = self._held()
         replaced: list[str] = []
         self._failed = set()
@@ -206,6 +206,13 @@ class Head:
         self._recruiter.release(peer for peer in replaced if peer not in replica.members.values())
         return reason
 
+    @property
+    def _opening_s(self) -> float:
+        """What links may take to stand, as members may be in the middle of a forward or backward;
+        those of a new replica are not.
+        """
+        return min(2 * self._slowest_s, LONGEST_OPENING_S)
+
     def _begin_epoch(self, replica: Replica) -> set[int] | None:
         """Assign the members and wait until the chain stands; the stages that failed.
 
@@ -222,6 +229,7 @@ class Head:
             codecs=replica.codecs,
             step=self._step,
             done=replica.done,
+            opening_s=self._opening_s,
         )
         self._member.take_up(assignment)
         if self._num_stages == 1:
@@ -234,7 +242,7 @@ class Head:
         return failed or self._wait_until_ready(replica)
 
     def _wait_until_ready(self, replica: Replica) -> set[int] | None:
-        end = self._clock() + READY_LIMIT_S
+        end = self._clock() + READY_LIMIT_S + self._opening_s
         while self._clock() < end and not self._stopping():
             event = self._next_event()
             if isinstance(event, Ready):

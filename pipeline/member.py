@@ -136,11 +136,10 @@ class Member:
         if k > 0:
             self._upper = LinkKey(assignment.replica, assignment.epoch, k - 1, "upper")
             # the upper one dials, unless only the lower one can
-            self._connect(self._upper, assignment.members[k - 1], assignment.clients[k])
+            self._connect(self._upper, assignment, k - 1, dials=assignment.clients[k])
         if not self._is_last:
             self._lower = LinkKey(assignment.replica, assignment.epoch, k, "lower")
-            below = k + 1
-            self._connect(self._lower, assignment.members[below], not assignment.clients[below])
+            self._connect(self._lower, assignment, k + 1, dials=not assignment.clients[k + 1])
         return stepped
 
     def end(self) -> None:
@@ -153,9 +152,9 @@ class Member:
         self._lower_totals = None
         self.worker.restart()
 
-    def _connect(self, key: LinkKey, peer: str, dials: bool) -> None:
-        hello = self._frame("hello", facts={"upper_stage": key.upper_stage})
-        self.network.open_link(key, peer, hello if dials else None)
+    def _connect(self, key: LinkKey, assignment: Assignment, stage: int, *, dials: bool) -> None:
+        hello = self._frame("hello", facts={"upper_stage": key.upper_stage}) if dials else None
+        self.network.open_link(key, assignment.members[stage], hello, assignment.opening_s)
 
     # ---- what comes in ---------------------------------------------------------------------------
     def handle(self, message: Message) -> MemberEvent | None:
@@ -413,12 +412,12 @@ class Member:
         )
 
 
-PING_LIMIT_S = 1.0
+PING_LIMIT_S = 3.0  # its line may be full of activations
 ASK_S = 1.0  # between two questions to the head
 MESSAGES_A_TURN = 256
 PATIENCE = 3  # questions without an answer until a head counts as gone
 STALL_LIMIT_S = 300.0  # without a piece of work in a replica whose links stand
-RESCUE_LIMIT_S = 45.0  # what healing may take before a member gives its replica up
+RESCUE_LIMIT_S = 120.0  # what healing may take before a member gives its replica up
 
 
 class Follower:
@@ -523,7 +522,8 @@ class Follower:
         if self._lost_at is None:
             self._lost_at = self._clock()
             self._asked_at = 0.0
-            self._unanswered = 0 if fault.stage > 0 else PATIENCE - 1  # it is the head that is lost
+            ended = fault.stage == 0 and fault.reason == "closed"  # a process that ends closes it
+            self._unanswered = PATIENCE - 1 if ended else 0
             self._tell("lost", stage=fault.stage, reason=fault.reason, after_s=fault.after_s)
 
     def _ask_head(self) -> None:

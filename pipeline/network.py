@@ -20,6 +20,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dilocox.dht.errors import EnvironmentFault
@@ -162,15 +163,19 @@ class Network:
         return dict.fromkeys(frames)
 
     # ---- from any thread: links ------------------------------------------------------------------
-    def open_link(self, key: LinkKey, peer: str, hello: Frame | None) -> None:
+    def open_link(
+        self, key: LinkKey, peer: str, hello: Frame | None, opening_s: float = 0.0
+    ) -> None:
         """Dial a neighbour with this until it admits the link, or (None) let it dial: `Opened`, or
-        in the end `Broken` (missing).
+        in the end `Broken` (missing). opening_s: what that may take, where it is more than the
+        limits say.
         """
+        opening_s = max(opening_s, self._limits.opening_s)
         link = Link(
             key,
             peer,
             loop=self.thread.loop,
-            limits=self._limits,
+            limits=replace(self._limits, opening_s=opening_s),
             inbox=self.inbox,
             traffic=self._traffic,
             expected=hello is None,

@@ -20,6 +20,7 @@ from dilocox.pipeline.messages import Fault
 from dilocox.pipeline.network import Network
 
 PING_LIMIT_S = 1.0
+SECOND_PING_LIMIT_S = 3.0  # of a member: its line may be full of activations
 REQUEST_LIMIT_S = 2.0
 AVOID_S = 5.0  # how long a peer that gave no answer is not asked again
 # how long a peer comes last that answers, but with which no inner step ends: at first, and at most
@@ -206,7 +207,7 @@ class Recruiter:
         answers = self.ask_all(replica.others.values(), "ping", limit_s=PING_LIMIT_S)
         silent = [peer for peer, answer in answers.items() if answer is None]
         if silent:  # a busy machine is not a dead one
-            answers |= self.ask_all(silent, "ping", limit_s=PING_LIMIT_S)
+            answers |= self.ask_all(silent, "ping", limit_s=SECOND_PING_LIMIT_S)
         self.avoid([peer for peer, answer in answers.items() if answer is None])
         gone = {
             stage

@@ -30,7 +30,10 @@ from dilocox.pipeline.frames import Codec, Count, Facts, Frame, FrameRefused, or
 
 ReservationState = Literal["shut", "free", "reserved", "member"]
 
-LEASE_S = 10.0  # how long a reservation holds if no assignment follows
+# How long a reservation holds if no assignment follows: a head makes up to fifteen, one after
+# another, and some of those that it asks do not answer.
+LEASE_S = 20.0
+LONGEST_OPENING_S = 120.0
 MAX_WINDOW = 65536
 MAX_LEARNING_RATE = 10.0  # no manifest has more
 
@@ -51,6 +54,7 @@ class Assignment(Facts):
     step: the inner step that comes next. done: number, clip factor (not a number: skipped) and
         learning rate of the last GO, for members that have not taken that step; None before the
         first. In a frame each of the three is a fact of its own.
+    opening_s: what the links may take to stand, where members finish a long piece of work first.
     """
 
     replica: PeerName
@@ -61,6 +65,7 @@ class Assignment(Facts):
     codecs: tuple[Codec, ...]
     step: Count
     done: tuple[Count, ClipFactor, LearningRate] | None
+    opening_s: Annotated[float, Field(ge=0.0, le=LONGEST_OPENING_S)] = 0.0
 
     def to_facts(self) -> dict[str, object]:
         done = dict(zip(_DONE, self.done or (None, None, None), strict=True))

@@ -50,7 +50,9 @@ class Alone:
             first_window=first_window,
         )
 
-    def open_link(self, key: LinkKey, peer: str, hello: Frame | None) -> None:
+    def open_link(
+        self, key: LinkKey, peer: str, hello: Frame | None, opening_s: float = 0.0
+    ) -> None:
         assert hello is None or hello.facts == {"upper_stage": key.upper_stage}
         self.asked.append(("expects" if hello is None else "dials", key, peer))
 

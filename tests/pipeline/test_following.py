@@ -10,7 +10,13 @@ import torch
 from dilocox.pipeline.activation_codec import tensor_frame
 from dilocox.pipeline.frames import Frame
 from dilocox.pipeline.link import Arrived
-from dilocox.pipeline.member import STALL_LIMIT_S
+from dilocox.pipeline.member import (
+    ASK_S,
+    PATIENCE,
+    PING_LIMIT_S,
+    RESCUE_LIMIT_S,
+    STALL_LIMIT_S,
+)
 from tests.pipeline.chains import batches
 from tests.pipeline.histories import How, after_frames, check_history, equal, retraced, strike
 from tests.pipeline.peers import TINY, Peer, Plan
@@ -62,7 +68,8 @@ class TestTheHeadIsGone:
         ):
             for batch in BATCHES:
                 swarm.leader.step(batch)
-        swarm.run_for(1.0 if how == "kill" else SILENCE_S + 3.0)
+        asks_s = PING_LIMIT_S + ASK_S
+        swarm.run_for(asks_s if how == "kill" else SILENCE_S + PATIENCE * asks_s)
         assert left_because(swarm.peers["1a"]) == ["its head is gone"]
         check_that_another_head_goes_on(swarm)
 
@@ -71,7 +78,7 @@ class TestTheHeadIsGone:
         swarm.leader.form()
         swarm.leader.step(BATCHES[0])
         swarm.wires.freeze("head")
-        swarm.run_for(SILENCE_S + 3.0)
+        swarm.run_for(SILENCE_S + PATIENCE * (PING_LIMIT_S + ASK_S))
         check_that_another_head_goes_on(swarm)
         swarm.wires.thaw("head")
         assert swarm.leader.step(BATCHES[1]) is None
@@ -94,6 +101,22 @@ class TestTheHeadIsGone:
         assert swarm.leader.step(BATCHES[0]) is not None
         assert swarm.leader.members[2] == last
 
+    def test_a_head_that_was_silent_is_asked_more_than_once(self) -> None:
+        """Its line is full, or broken for a moment; its process has not ended."""
+        swarm = Swarm(PLAN)
+        swarm.leader.form()
+        swarm.settle()
+        swarm.wires.freeze("head")
+        swarm.run_for(SILENCE_S + PING_LIMIT_S + 0.5)
+        first = swarm.peers["1a"]
+        assert [facts["stage"] for facts in first.telling("lost")] == [0]
+        assert not left_because(first)
+        swarm.wires.thaw("head")
+        swarm.run_for(PING_LIMIT_S)
+        assert not left_because(first)
+        assert swarm.leader.step(BATCHES[0]) is not None
+        assert swarm.leader.members == ("head", "1a", "2a")
+
     def test_a_member_that_cannot_ask_for_long_leaves(self) -> None:
         swarm = Swarm(PLAN)
         swarm.leader.form()
@@ -109,7 +132,7 @@ class TestTheHeadGoesOn:
         swarm = Swarm(PLAN)
         swarm.leader.form()
         swarm.wires.kill("1a", flushed=False)
-        swarm.run_for(40.0)
+        swarm.run_for(RESCUE_LIMIT_S - 5.0)
         last = swarm.peers["2a"]
         assert [facts["stage"] for facts in last.telling("lost")] == [1]
         assert last.follower.head == "head"

@@ -8,11 +8,13 @@ from functools import lru_cache
 import pytest
 from torch import Tensor
 
+from dilocox.pipeline.stage_worker import StageWorker
 from tests.pipeline.chains import batches, chain
 from tests.pipeline.histories import (
     How,
     after_frames,
     check_history,
+    check_weights,
     equal,
     go,
     retraced,
@@ -210,6 +212,32 @@ class Storm:
         for stage in (1, 2):
             if not any(peer.stage == stage for peer in self._swarm.alive):
                 self._swarm.add(f"{stage}-{self._events}", stage)
+
+
+def test_members_that_are_in_the_middle_of_a_long_piece_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A desktop's backward takes half a minute, and only then it takes up an epoch."""
+    monkeypatch.setattr(StageWorker, "compute_s", property(lambda _: 20.0))
+    swarm = Swarm(PLAN, spares=1)
+    swarm.leader.form()
+    assert swarm.leader.step(BATCHES[0]) is not None
+    swarm.settle()
+    first, last = (swarm.peers[name] for name in swarm.leader.members[1:])
+    [spare] = [name for name in ("2a", "2b") if name != last.me]
+    swarm.wires.kill(spare, flushed=False)
+    swarm.wires.kill(first.me, flushed=False)
+    last.busy, start, before = True, swarm.wires.now, swarm.wires.pass_time
+
+    def computes(seconds: float) -> None:
+        before(seconds)
+        last.busy = swarm.wires.now - start < 35.0
+
+    swarm.wires.pass_time = computes
+    assert swarm.leader.step(BATCHES[1]) is not None
+    assert swarm.leader.members[2] == last.me
+    assert len(swarm.leader.peer.telling("healed")) == 1
+    check_weights(swarm)
 
 
 @pytest.mark.parametrize("seed", sweep(range(8), 2))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from dilocox.pipeline.frames import Frame, FrameRefused
+from dilocox.pipeline.recruiting import REQUEST_LIMIT_S
 from dilocox.pipeline.reservation import LEASE_S, Assignment, Reservation
 from tests.clocks import TestClock
 from tests.pipeline.wires import over_the_wire
@@ -108,6 +109,14 @@ def test_the_second_head_gets_a_refusal_and_the_first_may_ask_again(
     assert (refused.kind, refused.facts["reason"]) == ("no", "it is in another replica")
     assert assign(reservation, assignment("B", epoch=9)).kind == "no"
     assert reservation.assignment == assignment("A")
+
+
+def test_a_reservation_lasts_while_its_head_makes_those_of_all_other_stages(
+    reservation: Reservation, clock: TestClock
+) -> None:
+    assert ask(reservation, "reserve", "A").kind == "yes"
+    clock.now += 14 * 0.6 + 2 * REQUEST_LIMIT_S  # of sixteen stages, over relays; two are dead
+    assert assign(reservation, assignment("A")).kind == "yes"
 
 
 def test_who_holds_a_peer_for_nothing_leaves_it_to_others(

@@ -53,6 +53,7 @@ class End:
     peer: str
     hello: Frame | None
     since: float
+    opening_s: float
     other: End | None = None
     closed: bool = False
     sent: deque[tuple[str, bytes]] = field(default_factory=deque[tuple[str, bytes]])
@@ -93,9 +94,12 @@ class Box(Network):
     def active(self) -> bool:
         return self.alive and self.frozen_at is None
 
-    def open_link(self, key: LinkKey, peer: str, hello: Frame | None) -> None:
+    def open_link(
+        self, key: LinkKey, peer: str, hello: Frame | None, opening_s: float = 0.0
+    ) -> None:
         sent = None if hello is None else over_the_wire(hello)
-        self.ends[key] = End(self, key, peer, sent, self._wires.now)
+        opening_s = max(opening_s, OPENING_S)
+        self.ends[key] = End(self, key, peer, sent, self._wires.now, opening_s)
 
     def send(self, key: LinkKey, frame: Frame) -> None:
         data = encode_prefix_and_header(frame) + frame.payload
@@ -156,7 +160,7 @@ class Wires:
                 continue
             frozen_at = None if end.other is None else end.other.box.frozen_at
             if end.other is None:
-                if self.now - end.since > OPENING_S:
+                if self.now - end.since > end.opening_s:
                     self.broken(end, "missing", self.now - end.since)
             elif frozen_at is not None and self.now - frozen_at > SILENCE_S:
                 self.broken(end, "silent", self.now - frozen_at)

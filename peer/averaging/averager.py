@@ -67,6 +67,7 @@ from dilocox.dht.rpc import BYTE_KINDS, REFUSALS, CallRefused, Client, Counts
 from dilocox.dht.streams import open_streams
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.averaging.matchmaking import (
+    LATE_GROUP_S,
     LATER_S,
     PlanKeys,
     aim,
@@ -393,6 +394,8 @@ class StageAverager(PeerService, DecentralizedAverager):
             expected=expected,
             may_lead=may_lead,
             leaders=len(order.leaders) or max(2, len(order.counted)),
+            # whoever hears of it later comes when the others have given it up
+            told_s=min(LATE_GROUP_S, self.local.manifest.deadlines.exchange_s),
         )
         step.scheduled_time += LATER_S * keys.is_later(self.local.me)
         with contextlib.suppress(Exception):  # `step` has it already, and the caller gets it there

@@ -35,6 +35,7 @@ from dilocox.peer.averaging.events import EventQueue, Failed
 from dilocox.peer.averaging.follower import ChainFollower
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.averaging.loop_status import LoopStatus
+from dilocox.peer.averaging.matchmaking import LATE_GROUP_S
 from dilocox.peer.averaging.proven_heads import ProvenHeads, anybody_known, others_pace
 from dilocox.peer.chain.rollback import last_rollback
 from dilocox.peer.memory_and_disk import check_use
@@ -276,7 +277,8 @@ class Coordinator(threading.Thread):
         """How long it can take at most until a send is decided."""
         deadlines = self._local.manifest.deadlines
         attempts_s = 2 * (deadlines.longest_exchange_s + deadlines.vote_s)
-        return attempts_s + 2 * deadlines.record_lifetime_s + deadlines.matchmaking_s + NO_GROUP_S
+        group_s = deadlines.matchmaking_s + NO_GROUP_S + LATE_GROUP_S
+        return attempts_s + 2 * deadlines.record_lifetime_s + group_s
 
     @property
     def end_limit_s(self) -> float:

@@ -33,6 +33,7 @@ from dilocox.peer.averaging.averager import AveragerStuck, StageAverager
 from dilocox.peer.averaging.events import EventQueue, Voided
 from dilocox.peer.averaging.follower import ChainFollower
 from dilocox.peer.averaging.local_peer import LocalPeer
+from dilocox.peer.averaging.matchmaking import LATE_GROUP_S
 from dilocox.peer.rounds.group import (
     AttemptResult,
     ExchangeOrder,
@@ -352,7 +353,8 @@ class ExchangeDriver:
             job.future = self._averager.exchange(order)
         except (TimeoutError, FutureTimeout) as error:
             raise AveragerStuck(f"round {job.round}: the averaging process is stuck") from error
-        limit_s = matchmaking_s + 2 * (deadlines.longest_exchange_s + deadlines.vote_s) + SLACK_S
+        limit_s = matchmaking_s + LATE_GROUP_S + SLACK_S
+        limit_s += 2 * (deadlines.longest_exchange_s + deadlines.vote_s)
         job.limit = self._clock.monotonic() + limit_s
 
     # ---- ending ----------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ with four members on loopback, 6.7 MB in the three seconds before an exchange of
   need not look for others. Only where two ask at once, or clocks differ, do leaders meet by
   searching. A peer without a vote leads nobody where another one has a vote: it could gather all,
   and never begin;
+- a follower waits longer for what its leader tells than for an answer whether it may join: a leader
+  tells each member the tickets of all, megabytes over what may be a slow line;
 - searches have growing pauses between them and ask only the keepers of the key (dht/keepers.py),
   and nobody takes a declaration back: its key is of this attempt alone.
 """
@@ -38,6 +40,7 @@ LONGEST_PAUSE_S = 2.0
 EARLY_S = 60.0  # before a group's time, and more, all are equally early
 LEAD_S = 0.2  # by so much later is the group's time of a peer that asks at the last moment
 LATER_S = 0.5  # by so much at least, that of a peer whose last group came to nothing
+LATE_GROUP_S = 30.0  # for which a group's leader may tell its members of it, at most
 LACKING_GROUPS = 2  # in which a peer that gathered one without somebody gathers none
 MOST_DOUBLINGS = 6  # of the number of groups in which a peer whose groups failed gathers none
 
@@ -59,16 +62,17 @@ def aim(
     expected: int | None,
     may_lead: Callable[[str], bool],
     leaders: int,
+    told_s: float = LATE_GROUP_S,
 ) -> PlanKeys:
     """Look for the group of a plan (`key`, in hex); peers with another one are not found.
 
     scheduled_at: the group's time (run time). expected: members with which the group closes before
     it; None: it waits. may_lead: whether to join a group that a peer (its id) gathers. leaders: how
-    many may.
+    many may. told_s: how long after its time a group's leader is waited for; the same every time.
     """
     if not isinstance(matchmaking.group_key_manager, PlanKeys):
         matchmaking.group_key_manager = PlanKeys(matchmaking.group_key_manager)
-        _note_leaders(matchmaking, matchmaking.group_key_manager)
+        _follow_patiently(matchmaking, matchmaking.group_key_manager, told_s)
     matchmaking.schema_hash = bytes.fromhex(key)
     keys: PlanKeys = matchmaking.group_key_manager
     keys.aim(key, scheduled_at, may_lead, leaders)
@@ -96,31 +100,62 @@ async def as_leader(
         yield message
 
 
-def _note_leaders(matchmaking: Any, keys: PlanKeys) -> None:
-    """Let the keys know which peer gathers this one's groups."""
-    follow, lead = matchmaking._request_join_group, matchmaking.leader_assemble_group
+def _follow_patiently(matchmaking: Any, keys: PlanKeys, told_s: float) -> None:
+    """Wait so long for what the leader tells of this peer's group, also beyond the deadline of the
+    step; and let the keys know which peer that is.
+    """
+    look, lead = matchmaking.look_for_group, matchmaking.leader_assemble_group
+    follow, answers_s = matchmaking._request_join_group, matchmaking.request_timeout
     asking = set[PeerID]()  # this leader, and before it those that sent this peer on to it
+    over = False  # the deadline of the step has come
 
     class Accepted(asyncio.Event):
         def set(self) -> None:
             keys.led_by(str(matchmaking.current_leader))
+            # hivemind reads it for the leader's first message, and after this for the second
+            matchmaking.request_timeout = max(answers_s, told_s)
             super().set()
 
     async def following(leader: PeerID) -> Any:
         if leader in asking or not keys.may_lead(str(leader)):  # it may be sent on to anybody
             return None
         asking.add(leader)
+        matchmaking.request_timeout = answers_s
         try:
             return await follow(leader)
         finally:
             asking.remove(leader)
+            matchmaking.request_timeout = answers_s
+            end_if_over()
 
     async def leading() -> Any:
         keys.led_by(str(matchmaking.peer_id))
         return await lead()
 
+    async def looking(step: Any) -> Any:
+        nonlocal over
+        left_s: float = step.get_timeout()
+        step.get_timeout = lambda: left_s + told_s
+        ending = asyncio.get_running_loop().call_later(left_s, at_deadline)
+        try:
+            return await look(step)
+        finally:
+            ending.cancel()
+            over = False
+
+    def at_deadline() -> None:
+        nonlocal over
+        over = True
+        end_if_over()
+
+    def end_if_over() -> None:
+        group: asyncio.Future[Any] = matchmaking.assembled_group
+        if over and matchmaking.current_leader is None and not group.done():
+            group.set_exception(asyncio.TimeoutError())  # as where hivemind's own wait ends
+
     matchmaking.was_accepted_to_group = Accepted()
     matchmaking._request_join_group, matchmaking.leader_assemble_group = following, leading
+    matchmaking.look_for_group = looking
 
 
 class PlanKeys(GroupKeyManager):

@@ -36,6 +36,7 @@ from dilocox.dht.rpc import (
 from dilocox.dht.streams import accept
 from dilocox.dht.upload_limit import UploadLimit
 from dilocox.peer.averaging.local_peer import LocalPeer
+from dilocox.peer.averaging.matchmaking import LATE_GROUP_S
 from dilocox.peer.chain.fork_choice import Credit
 from dilocox.peer.chain.store import RoundLog
 from dilocox.peer.chain.uploads import Source, Uploads, find_in_log, is_urgent, open_state
@@ -45,9 +46,8 @@ from dilocox.peer.rounds.group_calls import about, mean_from
 from dilocox.peer.rounds.record import RecordRefused
 from dilocox.peer.rounds.vote_count import MAX_MEMBERS
 
-# A message may come before its receiver has heard that the group stands: its leader tells each
-# member the tickets of all, over a slow link one after the other.
-GROUP_WAIT_S, LATE_GROUP_S = 5.0, 30.0
+# A message may come before its receiver has heard that the group stands, also LATE_GROUP_S.
+GROUP_WAIT_S = 5.0
 ATTEMPTS_KEPT = 4  # so that members can fetch votes after the end
 MEANS_KEPT = 2  # attempts, until they are over, of which they can fetch averaged parts, too
 CREDIT_EVERY_S = 10.0  # the last records are looked at

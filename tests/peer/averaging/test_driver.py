@@ -22,6 +22,7 @@ from dilocox.peer.averaging.driver import (
     ExchangeDriver,
 )
 from dilocox.peer.averaging.events import EventQueue, Voided
+from dilocox.peer.averaging.matchmaking import LATE_GROUP_S
 from dilocox.peer.rounds.group import (
     MAX_UNRELIABLE,
     AttemptResult,
@@ -493,6 +494,12 @@ def test_of_whom_it_missed_those_with_most_records_are_named_first(world: World)
 def test_an_averaging_process_that_never_answers_is_given_up(world: World) -> None:
     with pytest.raises(AveragerStuck):
         world.tick_for(600.0)
+
+
+def test_an_attempt_whose_leader_told_late_of_the_group_has_all_its_time(world: World) -> None:
+    attempts_s = 2 * (world.deadlines.longest_exchange_s + world.deadlines.vote_s)
+    world.tick_for(world.orders[0].matchmaking_limit_s + LATE_GROUP_S + attempts_s)
+    assert world.driver.sent_round == 0
 
 
 def test_a_peer_that_was_frozen_lets_its_averaging_process_answer(world: World) -> None:

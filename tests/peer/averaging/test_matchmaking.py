@@ -27,6 +27,7 @@ from dilocox.peer.averaging.matchmaking import (
 KEY, OTHER_KEY = "ab" * 32, "cd" * 32
 AHEAD_S = 1.0  # from the first call to the group's time
 GIVE_UP_S = 2.5  # after it, as in the product
+TOLD_S = 4.0  # after it, for a leader that tells late
 SOON_S = 0.6  # a group that stands so soon did not wait for its time
 
 
@@ -39,6 +40,7 @@ class Room:
         self.members: dict[PeerID, Matchmaking] = {}
         self.searches = self.stores = 0
         self.reads_late: set[PeerID] = set()  # of which group it is in
+        self.late_s = AHEAD_S
 
     async def declared(self, key: str) -> dict[bytes, float]:
         self.searches += 1
@@ -60,7 +62,7 @@ class Room:
         async def passed_on() -> AsyncIterator[Any]:
             async for answer in as_leader(matchmaking, caller, answers):
                 if answer.ordered_peer_ids and caller in self.reads_late:
-                    await asyncio.sleep(AHEAD_S)
+                    await asyncio.sleep(self.late_s)
                 yield answer
 
         return passed_on()
@@ -137,6 +139,7 @@ async def call(caller: Caller, room: Room, scheduled_at: float, found: Found) ->
             expected=caller.expects or None,
             may_lead=may_lead,
             leaders=len(leaders) or 9,
+            told_s=TOLD_S,
         )
         if caller.failed and key == OTHER_KEY:
             keys.led_by(str(peer_id(caller.failed)))
@@ -170,16 +173,20 @@ class Idle:
 
 
 def search(
-    callers: Iterable[Caller], *, idle: Iterable[int] = (), reads_late: Iterable[int] = ()
+    callers: Iterable[Caller],
+    *,
+    idle: Iterable[int] = (),
+    reads_late: Iterable[int] = (),
+    late_s: float = AHEAD_S,
 ) -> Found:
-    """idle: the names of those that never begin. reads_late: that take their time to read which
-    group they are in.
+    """idle: the names of those that never begin. reads_late: that take so long to read which group
+    they are in.
     """
 
     async def together() -> Found:
         found = Found()
         scheduled_at = get_dht_time() + AHEAD_S
-        found.room.reads_late = set(map(peer_id, reads_late))
+        found.room.reads_late, found.room.late_s = set(map(peer_id, reads_late)), late_s
         for name in idle:
             found.room.members[peer_id(name)] = Idle()  # type: ignore[assignment]
             found.room.earliest.append(peer_id(name).to_bytes())
@@ -239,6 +246,24 @@ def test_a_member_that_does_not_read_of_its_group_keeps_no_other_from_beginning(
     found = search(callers(1, 2, 3, expects=3), reads_late=(2,))
     assert in_one_group(found, (1, 2, 3))
     assert max(found.seconds[1], found.seconds[3]) < SOON_S < found.seconds[2]
+
+
+@pytest.mark.parametrize("late_s", [0.5, GIVE_UP_S + 0.5])
+def test_whom_its_leader_tells_late_of_the_group_is_in_it(late_s: float) -> None:
+    """A leader tells all the tickets of all: megabytes, over what may be a slow line."""
+    found = search(callers(1, 2, 3, expects=4), reads_late=(2, 3), late_s=late_s)
+    assert in_one_group(found, (1, 2, 3))
+    assert found.seconds[1] < AHEAD_S + 0.4 < found.seconds[2]
+
+
+def test_a_peer_waits_long_for_a_leader_alone() -> None:
+    """One that follows nobody gives up at its deadline, one whose leader is silent later."""
+    found = search([Caller(name=1, expects=2, leaders=(9,))], idle=(9,))
+    assert found.groups == {1: None}
+    assert found.seconds[1] == pytest.approx(AHEAD_S + TOLD_S, abs=SOON_S)
+    found = search([Caller(name=1, expects=2)])
+    assert found.groups == {1: None}
+    assert found.seconds[1] == pytest.approx(AHEAD_S + GIVE_UP_S, abs=SOON_S)
 
 
 def test_where_one_does_not_come_the_group_stands_at_its_time() -> None:

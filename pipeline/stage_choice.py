@@ -74,6 +74,9 @@ class Mover:
 
     hold: looks in a row that must name this peer and the same target; long: of one with unsent
     progress. fits: whether this machine has room for a stage; asked at last, as that may take long.
+
+    Attributes:
+        named: whether the last look named this peer: soon it may have to move.
     """
 
     def __init__(
@@ -95,8 +98,12 @@ class Mover:
         self._target: int | None = None
         self._held = 0
 
+    @property
+    def named(self) -> bool:
+        return self._target is not None
+
     def observe(
-        self, records: Records, *, free: bool, turn: int, unsent: bool = False
+        self, records: Records, *, free: bool, turn: int, unsent: bool = False, fresh: bool = True
     ) -> int | None:
         """The stage to move to now, or None.
 
@@ -104,7 +111,7 @@ class Mover:
         unsent: whether it has unsent progress; what the records say of it is older. turn: a number
         that all peers count alike and that grows slowly, over many looks (the round, or run time in
         units of minutes): should the peer whose turn it is not be able to move, another has its
-        turn later.
+        turn later. fresh: whether the records are; nobody moves for what was long ago.
         """
         move = next_move(records, num_stages=self._num_stages, turn=turn) if free else None
         target = move[1] if move is not None and move[0] == self._me else None
@@ -115,7 +122,7 @@ class Mover:
             target = None
         self._held = self._held + 1 if target is not None and target == self._target else 1
         self._target = target
-        due = target is not None and self._held >= (self._long if unsent else self._hold)
+        due = fresh and self._held >= (self._long if unsent else self._hold)
         return target if due and target is not None and self._fits(target) else None
 
 

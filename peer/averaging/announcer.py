@@ -12,7 +12,8 @@ records live for three of them, whatever that is: nobody vanishes between two. W
 a bell or the news of a record, is told at once and paid from what was saved for it.
 
 A look costs little where nothing is new, so looks are made several times between two announcements
-of the others. Other stages than one's own are looked at once in four intervals.
+of the others. Other stages than one's own are looked at once in four intervals, but as often as
+one's own while this peer looks for members or is about to move, and after a look without an answer.
 
     budget   1.3 kB/s, and 2 B/s more for each peer above 200; more where the manifest's heartbeat
              is shorter than 10 s: an operator that sets that wants answers sooner
@@ -160,21 +161,38 @@ class Announcer:
         self.cadence = Cadence(
             heartbeat_s=local.manifest.deadlines.heartbeat_s, now_s=local.clock.monotonic()
         )
-        self._looked_at = self._looked_at_others_at = float("-inf")
+        self._looked_at = self._looked_at_others_at = self._saw_others_at = float("-inf")
         self._answered = False
         self.view = SwarmView(me=local.me)
         self.revision = 0
 
+    @property
+    def sees_others(self) -> bool:
+        """Whether the other stages' part of `view` is as new as that of one's own has to be."""
+        age_s = self._local.clock.monotonic() - self._saw_others_at
+        return age_s <= self.cadence.look_s + self._slack_s + READ_LIMIT_S
+
+    @property
+    def _slack_s(self) -> float:
+        return self._local.manifest.deadlines.heartbeat_s / 2  # looks come with heartbeats
+
     def look(
-        self, bell_rounds: Iterable[int], own_round: int, *, whole: bool = True, eager: bool = False
+        self,
+        bell_rounds: Iterable[int],
+        own_round: int,
+        *,
+        whole: bool = True,
+        eager: bool = False,
+        searching: bool = False,
     ) -> bool:
         """Read what the others say; what gives no answer stays as it was. Whether all answered.
 
         own_round: of this peer; replicas in rounds far from it and from its chain's newest record
         are counted as refused, and not believed. whole: everything whose time has come; else only
         the bells, which must be heard at once. eager: the time of one's own stage has come,
-        whatever the cadence says. Where nobody else of the stage is in view all nodes are asked
-        that may know somebody, every time.
+        whatever the cadence says. searching: this peer goes by who is in the other stages, so they
+        are looked at as often as one's own. Where nobody else of the stage is in view all nodes
+        are asked that may know somebody, every time.
         """
         local, view, now = self._local, self.view, self._local.clock.monotonic()
         run, stage = local.run, local.stage
@@ -182,18 +200,23 @@ class Announcer:
         hosts = {stage_key(run, number): number for number in range(local.manifest.stages)}
         own_claims, run_claims = claim_key(run, stage), claim_key(run, 0)
         asked: dict[str, type[Record]] = dict.fromkeys(rings, BellRecord)
-        slack_s = local.manifest.deadlines.heartbeat_s / 2  # looks come with heartbeats
+        slack_s = self._slack_s
         alone = not view.stage.keys() - {local.me}
         eager = eager or alone or now + slack_s >= self._looked_at + self.cadence.look_s
         if whole and eager:
             self._looked_at = now
             asked |= {stage_key(run, stage): StageRecord, own_claims: ClaimRecord}
             asked[replica_key(run)] = ReplicaRecord
-        if whole and now + slack_s >= self._looked_at_others_at + self.cadence.look_at_others_s:
+        soon = searching or self._saw_others_at < self._looked_at_others_at
+        others_s = self.cadence.look_s if soon else self.cadence.look_at_others_s
+        others = whole and now + slack_s >= self._looked_at_others_at + others_s
+        if others:
             self._looked_at_others_at = now
             asked |= dict.fromkeys(hosts, StageRecord) | {run_claims: ClaimRecord}
         answers = local.swarm.read_many(asked, timeout_s=READ_LIMIT_S, thorough=whole and alone)
         found: dict[str, Any] = {key: here for key, here in answers.items() if here is not None}
+        if others and {*hosts, run_claims} <= found.keys():
+            self._saw_others_at = local.clock.monotonic()
         if (told := found.get(own_claims)) is not None:  # of peers under any rules
             self.revision = max((claim.revision for claim in told.values()), default=0)
         for key in {own_claims, run_claims} & found.keys():

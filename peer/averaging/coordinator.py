@@ -414,12 +414,25 @@ class Coordinator(threading.Thread):
             wanted = self._rounds.wanted_bells(self._heads_view)
             # a peer that waits for a record or for the outcome of a send looks every heartbeat
             eager = not stays or self.driver.undecided
-            ask = partial(self._read, wanted, self.round, whole=whole, eager=eager)
-            self._reading = self._reader.submit(ask)
+            look = partial(
+                self._announcer.look,
+                wanted,
+                self.round,
+                whole=whole,
+                eager=eager,
+                searching=self._goes_by_others,
+            )
+            self._reading = self._reader.submit(partial(self._read, look, whole=whole))
 
-    def _read(self, wanted: list[int], own_round: int, *, whole: bool, eager: bool) -> _Looked:
+    @property
+    def _goes_by_others(self) -> bool:
+        """Whether this peer looks for members of a replica, or is about to move."""
+        lacks = not (self._local.stage or self.status.members or self.paused)
+        return self._takes_part and (lacks or (self._mover is not None and self._mover.named))
+
+    def _read(self, look: Callable[[], bool], *, whole: bool) -> _Looked:
         began = self._clock.monotonic()
-        answered = self._announcer.look(wanted, own_round, whole=whole, eager=eager)
+        answered = look()
         seconds = self._clock.monotonic() - began
         heartbeat_s = self._local.manifest.deadlines.heartbeat_s
         revised = self._watch.follow(self._announcer.revision, heartbeat_s, began)
@@ -477,7 +490,10 @@ class Coordinator(threading.Thread):
         elif self._mover is not None and not self._leaving:
             free = not self.status.head and self.status.in_flight is None
             unsent, turn = self.status.unsent_tokens > 0, int(self._clock.time() / MOVE_TURN_S)
-            self.move_to = self._mover.observe(view.stages, free=free, turn=turn, unsent=unsent)
+            fresh = self._announcer.sees_others
+            self.move_to = self._mover.observe(
+                view.stages, free=free, turn=turn, unsent=unsent, fresh=fresh
+            )
             self.moves_with_progress = unsent
         end, witness = self._local.manifest.end_tokens, self._local.witness
         # before anybody is known a crowd would end what has not begun

@@ -117,6 +117,17 @@ def test_a_move_must_be_due_for_several_looks_in_a_row() -> None:
     assert looks == [None] * 7 + [1]
 
 
+def test_nobody_moves_before_it_has_looked_at_the_stages_anew() -> None:
+    swarm: Swarm = {0: {"me": stage_record(), "x": in_replica("h"), "y": in_replica("h")}, 1: {}}
+    mover = Mover(me="me", stage=0, num_stages=2, hold=3)
+    assert not mover.named
+    looks = [mover.observe(swarm, free=True, turn=0, fresh=False) for _ in range(9)]
+    assert looks == [None] * 9 and mover.named
+    assert mover.observe(swarm, free=True, turn=0) == 1
+    swarm[1] = {"z": stage_record(), "w": stage_record()}
+    assert mover.observe(swarm, free=True, turn=0) is None and not mover.named
+
+
 def test_to_a_stage_without_anybody_those_go_first_that_leave_nothing_behind() -> None:
     swarm: Swarm = {0: {n: stage_record(tokens=n != "b") for n in "abcde"}, 1: {}}
     assert {next_move(swarm, num_stages=2, turn=turn) for turn in range(40)} == {("b", 1)}

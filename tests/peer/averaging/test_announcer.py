@@ -123,12 +123,14 @@ def crowd(peers: int, stages: int) -> Dht:
     return dht
 
 
-def looked_at(dht: Dht, looking: Announcer, seconds: int, clock: TestClock) -> Counter[str]:
+def looked_at(
+    dht: Dht, looking: Announcer, seconds: int, clock: TestClock, *, searching: bool = False
+) -> Counter[str]:
     """How often each key was asked for in this time, with a look at every heartbeat."""
     dht.asked.clear()
     for _ in range(0, seconds, 10):
         clock.now += 10.0
-        look(looking, [5])
+        looking.look([5], 5, searching=searching)
     return Counter(key for asked in dht.asked for key in asked)
 
 
@@ -151,6 +153,31 @@ def test_in_a_large_one_other_stages_are_read_more_rarely_than_ones_own() -> Non
     assert asked[stage_key(RUN, 2)] * 8 < asked[stage_key(RUN, 1)]
     assert len(looking.view.stages) == 4  # and are not forgotten meanwhile
     assert looking.cadence.lifetime_s > 100.0
+
+
+def test_who_looks_for_peers_of_other_stages_sees_at_once_who_is_there_now() -> None:
+    dht, clock = crowd(400, 4), TestClock()
+    looking = announcer(dht, 1, 4, clock, dht.records[stage_key(RUN, 1)])
+    looked_at(dht, looking, 1800, clock)
+    assert not looking.sees_others
+    asked = looked_at(dht, looking, 10, clock, searching=True)
+    assert asked[stage_key(RUN, 2)] == 1
+    assert looking.sees_others
+    asked = looked_at(dht, looking, 3600, clock, searching=True)
+    assert 60 < asked[stage_key(RUN, 2)] <= asked[stage_key(RUN, 1)] < 180
+    assert looking.sees_others
+
+
+def test_a_look_at_other_stages_without_an_answer_is_soon_repeated_but_not_every_time() -> None:
+    dht, clock = crowd(400, 4), TestClock()
+    looking = announcer(dht, 1, 4, clock, dht.records[stage_key(RUN, 1)])
+    looked_at(dht, looking, 1800, clock)
+    dht.silent = {stage_key(RUN, 2)}
+    asked = looked_at(dht, looking, 3600, clock)
+    assert 60 < asked[stage_key(RUN, 2)] < 180
+    dht.silent = set()
+    looked_at(dht, looking, 60, clock)
+    assert looked_at(dht, looking, 3600, clock)[stage_key(RUN, 2)] < 20
 
 
 def test_a_crowd_of_keys_that_were_in_no_record_slows_nobody() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -13,16 +14,19 @@ import pytest
 
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest_sections import OuterSpec
-from dilocox.dht.records import ClaimRecord
+from dilocox.dht.records import ClaimRecord, StageRecord, stage_key
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.averager import Applied
 from dilocox.peer.averaging.coordinator import Coordinator, WorkerThread
 from dilocox.peer.averaging.events import Committed, Resynced
+from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.chain.chain_client import TakenState
 from dilocox.peer.rounds.record import SendFacts
+from dilocox.pipeline.stage_choice import Mover
 from tests.clocks import TestClock
 from tests.peer.kept_chains import ChainMaker, manifest_of
-from tests.peer.local_peers import local_peer
+from tests.peer.local_peers import MANIFEST, RUN, local_peer
+from tests.pipeline.swarms import stage_record
 
 SENT = 5  # the round of the send
 OLDER = SENT - 1
@@ -190,3 +194,89 @@ def test_a_send_whose_record_waited_longer_than_anybody_is_asked_for_it_is_not_v
     peer.tick()
     assert not peer.coordinator.undecided
     assert peer.coordinator.driver.voids == 0 and peer.coordinator.events.get() is None
+
+
+# ---- looking at other stages --------------------------------------------------------------------
+STAGES, PEERS_EACH = 3, 100
+
+
+class Looking:
+    """The coordinator of a peer in a swarm so large that other stages are seldom looked at."""
+
+    def __init__(self, folder: Path, stage: int, mover: Mover | None = None):
+        self.clock = TestClock()
+        self.asked = Counter[str]()
+        self.records: dict[str, dict[str, StageRecord]] = {
+            stage_key(RUN, each): {
+                f"{each}-{number}": stage_record(replica="h") for number in range(PEERS_EACH)
+            }
+            for each in range(STAGES)
+        }
+        self.records[stage_key(RUN, stage)]["me"] = stage_record()
+        swarm = SimpleNamespace(
+            read_many=self._read_many,
+            bootstrap_answers=lambda limit_s: True,
+            admission=None,
+            refused=Counter(),
+        )
+        manifest = replace(MANIFEST, stages=STAGES)
+        local = local_peer(
+            stage=stage, manifest=manifest, swarm=swarm, folder=folder, clock=self.clock
+        )
+        at_once = cast("WorkerThread", SimpleNamespace(submit=lambda call: answered(call())))
+        never = cast("WorkerThread", SimpleNamespace(submit=lambda call: Future()))
+        self.coordinator = Coordinator(
+            local,
+            cast(Any, SimpleNamespace(is_alive=lambda: True, check_reach=lambda again: Future())),
+            watch=cast(Any, SimpleNamespace(manifest=manifest, follow=lambda *_: False)),
+            applied=-1,
+            anchor_sha256="b" * 64,
+            sent={},
+            mover=mover,
+            reader=at_once,
+            writer=never,
+        )
+
+    def _read_many(self, keys: dict[str, Any], **_: Any) -> dict[str, Any]:
+        self.asked.update(list(keys))
+        return {key: dict(self.records.get(key, {})) for key in keys}
+
+    def looks(self, seconds: int, *, at: int) -> int:
+        """How often it asks for the peers of that stage."""
+        before = self.asked[stage_key(RUN, at)]
+        for _ in range(seconds):
+            self.coordinator.tick()
+            self.clock.now += 1.0
+        return self.asked[stage_key(RUN, at)] - before
+
+
+@pytest.mark.parametrize(("stage", "searches"), [(0, True), (1, False)])
+def test_a_head_without_members_looks_who_is_in_the_other_stages_now(
+    tmp_path: Path, stage: int, searches: bool
+) -> None:
+    peer = Looking(tmp_path, stage)
+    peer.coordinator.status = LoopStatus(head="h", members=("me", "a", "b"))
+    peer.looks(60, at=2)
+    assert peer.looks(300, at=2) < 8
+    peer.coordinator.status = LoopStatus(blocked="stage 2 has no free peer")
+    assert (peer.looks(10, at=2) > 0) is searches
+    assert (peer.looks(300, at=2) > 20) is searches
+
+
+def test_who_is_to_move_looks_first_whether_it_still_should(tmp_path: Path) -> None:
+    """It alone is free. Its own stage grows, and so has the emptiest one, since it was seen."""
+    peer = Looking(tmp_path, 1, Mover(me="me", stage=1, num_stages=STAGES))
+    peer.looks(60, at=2)
+    own, other, last = (peer.records[stage_key(RUN, stage)] for stage in (1, 0, 2))
+    more = {f"new-{number}": stage_record(replica="h") for number in range(9)}
+    own |= more
+    other |= more
+    last |= more
+    moves = list[int | None]()
+    for _ in range(300):
+        peer.looks(1, at=2)
+        moves.append(peer.coordinator.move_to)
+    assert set(moves) == {None}
+    own |= {f"newer-{number}": stage_record(replica="h") for number in range(9)}
+    peer.looks(300, at=2)
+    assert peer.coordinator.move_to is not None

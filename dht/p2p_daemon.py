@@ -12,13 +12,14 @@ libp2p does not dial again by itself.
 import asyncio
 import asyncio.subprocess
 import contextlib
-import functools
 import logging
+import resource
 import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.proto import dht_pb2
@@ -43,6 +44,9 @@ CLOCK_AGAIN_S = 5.0  # after a bootstrap gave no answer
 PATIENCE = 3  # answers that do not come, after which a connection is given up
 START_MARGIN_S = 2.0  # `startup_s` is kept by what is done in it
 STOP_GRACE_S = 1.0
+# By p2pd's default 512 are too many, so that it closes half, and first those that others dialled: a
+# bootstrap of a large swarm would lose them every two minutes, the only way to a peer behind a NAT
+MOST_CONNECTIONS = 8192
 LOOPBACK = ("127.", "::1", "localhost")
 
 
@@ -138,7 +142,7 @@ class DaemonOwner:
 
     async def _new_p2pd(self) -> P2P:
         options = self._options
-        with _children_die_with_this_thread():
+        with _starting_as_we_want():
             return await P2P.create(
                 initial_peers=options.reachable or None,
                 announce_maddrs=options.announce or None,
@@ -285,15 +289,24 @@ class DaemonOwner:
 
 
 @contextlib.contextmanager
-def _children_die_with_this_thread() -> Generator[None, None, None]:
-    """Let the kernel kill p2pd when this thread is gone, however that came about.
+def _starting_as_we_want() -> Generator[None, None, None]:
+    """Start p2pd so that it keeps as many connections as it has files for, and the kernel kills it
+    when this thread is gone, however that came about.
 
-    hivemind offers no way to pass a hook on; so its call is caught, in this child only.
+    hivemind offers no way to pass flags or a hook on; so its call is caught, in this child only.
     """
-    original = asyncio.subprocess.create_subprocess_exec
-    asyncio.subprocess.create_subprocess_exec = functools.partial(
-        original, preexec_fn=dying_with_parent(signal.SIGKILL)
-    )
+    original: Any = asyncio.subprocess.create_subprocess_exec
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    high = MOST_CONNECTIONS
+    if files != resource.RLIM_INFINITY:  # a stream of a connection is one, too
+        high = min(high, files // 2)
+    limits = f"-connLo={high // 2}", f"-connHi={high}"
+
+    async def start(*command: str, **options: Any) -> Any:
+        killed_with_us = dying_with_parent(signal.SIGKILL)
+        return await original(*command, *limits, preexec_fn=killed_with_us, **options)
+
+    asyncio.subprocess.create_subprocess_exec = start
     try:
         yield
     finally:

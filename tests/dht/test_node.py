@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import threading
@@ -184,6 +185,17 @@ def test_no_node_passes_on_the_streams_of_strangers(first: Node, second: Node) -
     for opened in (first, second):
         given = Path(f"/proc/{opened[0].p2pd_pid}/cmdline").read_bytes().split(b"\0")
         assert b"-relay=0" in given
+
+
+def test_no_node_closes_the_connections_of_a_large_swarm(first: Node, second: Node) -> None:
+    """By default each would from 512 on, half of them. Of a flag that is given twice p2pd takes the
+    last one."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = min(8192, files // 2)
+    for node in (first, second):
+        given = Path(f"/proc/{node[0].p2pd_pid}/cmdline").read_text().split("\0")
+        limits = [flag for flag in given if flag.startswith(("-connLo=", "-connHi="))]
+        assert limits[-2:] == [f"-connLo={most // 2}", f"-connHi={most}"]
 
 
 def test_what_a_node_sends_and_receives_is_counted(second: Node, run: str):

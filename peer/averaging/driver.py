@@ -28,6 +28,7 @@ from hivemind.averaging.matchmaking import (
 
 from dilocox.dht.errors import DilocoxError
 from dilocox.dht.names import shown_peer
+from dilocox.dht.records import MAX_DECLARATION_LIFETIME_S
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.averager import AveragerStuck, StageAverager
 from dilocox.peer.averaging.events import EventQueue, Voided
@@ -58,6 +59,9 @@ logger = logging.getLogger(__name__)
 NO_GROUP_S = 2.5  # after the scheduled time nobody new joins a group
 LOOKED_AHEAD = 3  # searches of the DHT that a group may take to find itself, beside its least time
 LONGEST_LEAD_S = 30.0
+# No node keeps the word of a peer that looks for a group longer ahead of the group's time: where an
+# exchange may take hours, a second attempt begins with that, and not at once.
+MOST_AHEAD_S = MAX_DECLARATION_LIFETIME_S - 60.0
 FIRST_GROUPS = 2  # that wait for all that say that they train, where all are new
 STUCK_VOIDS = 3  # in a row, without a new record meanwhile
 STRAY_LIFETIMES = 4  # of records, for which it waits for peers that went on where nobody follows
@@ -242,9 +246,10 @@ class ExchangeDriver:
             if due and not (self._chain.busy or self._chain.behind(view)):
                 self._plan(job)
             lead_s = self._deadlines.matchmaking_s + LOOKED_AHEAD * search_s
-            starts_at = job.scheduled_at - min(lead_s, LONGEST_LEAD_S)
+            lead_s = min(lead_s, LONGEST_LEAD_S)
             if job.attempt:  # its time is when all must know that the first was void; most know now
-                starts_at = 0.0
+                lead_s = MOST_AHEAD_S
+            starts_at = job.scheduled_at - lead_s
             if not self._chain.busy and self._clock.time() >= starts_at:
                 self._try_to_start(job, view)
 

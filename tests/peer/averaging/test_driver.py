@@ -12,6 +12,7 @@ from hivemind.averaging.matchmaking import (
     MatchmakingException,
 )
 
+from dilocox.dht.records import MAX_DECLARATION_LIFETIME_S
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.averager import AveragerStuck
 from dilocox.peer.averaging.driver import (
@@ -169,6 +170,22 @@ def test_a_repeated_attempt_waits_for_the_others_and_not_for_those_who_are_blame
     assert again.scheduled_at == first + 111.0 + world.deadlines.vote_s
     assert again.matchmaking_limit_s > 111.0
     assert again.blamed == ("other",) and "other" in again.counted
+
+
+def test_a_repeated_attempt_begins_when_nodes_keep_the_word_of_who_looks_for_it(
+    world: World,
+) -> None:
+    """The exchanges of some runs may take hours."""
+    first = world.orders[0].scheduled_at
+    world.answer.set_result(replace(result(Verdict.VOID), limit_s=7200.0))
+    world.tick()
+    world.answer = Future()
+    meets_at = first + 7200.0 + world.deadlines.vote_s
+    world.tick_for(meets_at - world.clock.now - MAX_DECLARATION_LIFETIME_S)
+    assert len(world.orders) == 1 and world.driver.sent_round == 0
+    world.tick_for(120.0)
+    assert [order.scheduled_at for order in world.orders] == [first, meets_at]
+    assert meets_at - world.clock.now > MAX_DECLARATION_LIFETIME_S - 180.0
 
 
 def test_the_time_of_an_exchange_is_told_without_the_codec_and_stated_with_it(

@@ -36,7 +36,7 @@ from dilocox.peer.chain.chain_client import (
 from dilocox.peer.chain.fork_choice import ClaimBook, Trust, holders
 from dilocox.peer.chain.generation import Generation, OlderRecords
 from dilocox.peer.chain.record_check import RecordCheck
-from dilocox.peer.chain.replay import start_file
+from dilocox.peer.chain.replay import replay_bytes, start_file
 from dilocox.peer.chain.rollback import archive_goes_back
 from dilocox.peer.chain.store import (
     INITIAL_NAME,
@@ -47,6 +47,7 @@ from dilocox.peer.chain.store import (
 )
 from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.chain.uploads import Source, find_in_log, open_state
+from dilocox.peer.memory_and_disk import available_bytes, size
 from dilocox.peer.rounds.record import RecordRefused
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ logger = logging.getLogger(__name__)
 RECORDS_AFTER_STATE = (8, 64)  # a joiner applies each of them
 TRIED_AT_ONCE = 3  # claims: one that is a lie must not hide the others
 PAUSE_S = 5.0
+ROOM_PAUSE_S = 600.0  # between two looks whether there is memory for a state
 LIMITS, BEFORE_ANY_RECORD = Limits(), Limits(all_headers_s=60.0)
 
 
@@ -113,9 +115,11 @@ class StageArchive:
                 each.remove()
         if self._current.head.round >= 0:  # after what the others have between the two
             self._older.lead_to(self._current)
-        self._building: asyncio.Task[Generation] | None = None
+        self._building: asyncio.Task[Generation | None] | None = None
         self._replaces = False  # what is being built: the chain, and not only the state
         self._not_before = 0.0
+        self._replay_at = float("-inf")  # not before, for want of memory
+        self._short = False  # of memory, when last looked
         self._trust = Trust(
             me=me,
             witness=witness,
@@ -296,7 +300,7 @@ class StageArchive:
         current, (least, most) = self._current, self._records_after_state
         count = current.records_after
         many = count > most or (count > least and current.bytes_after > self._check.state_bytes)
-        ready = self._building is None and self._now() >= self._not_before
+        ready = self._building is None and self._now() >= max(self._not_before, self._replay_at)
         # of a checkpoint, whose weights a copy of the bootstrap does not have
         from_seed = not self._check.manifest.initial.anchors
         known = from_seed or self._base(current) is not None
@@ -307,8 +311,8 @@ class StageArchive:
         """The state that a generation begins with, None for the weights of the manifest's seed."""
         return current.state or kept_state(self._folder / INITIAL_NAME)
 
-    async def _renewed(self, current: Generation) -> Generation:
-        """The generation after this one, made of its records alone."""
+    async def _renewed(self, current: Generation) -> Generation | None:
+        """The generation after this one, made of its records alone; None for want of memory."""
         check, file = self._check, self._folder / "incoming" / "moved"
         applied = current.following()[:-2]
 
@@ -319,7 +323,9 @@ class StageArchive:
             number, state = current.number + 1, (file, data, proof)
             return Generation.begun(self._folder, number, check, state, before=current)
 
-        async with self._replaying:
+        async with self._replaying:  # the memory of the other stages' replays is free again
+            if not self._has_room(current, from_seed=self._base(current) is None):
+                return None
             logger.info("%s: replaying rounds %d to %d", self, applied[0], applied[-1])
             make_folder(file.parent)
             try:
@@ -334,6 +340,32 @@ class StageArchive:
             generation.remove()
             raise RecordRefused(f"{current.folder}: its records do not lead to their anchors")
         return generation
+
+    def _has_room(self, generation: Generation, *, from_seed: bool = False) -> bool:
+        """Whether its records can be applied in the memory that there is: what is too much ends the
+        whole bootstrap, and again after each start.
+        """
+        if self._now() < self._replay_at:
+            return False
+        largest = max((each.record_bytes for each in generation.log.entries()), default=0)
+        needed = replay_bytes(self._check.layout.numel, largest, from_seed=from_seed)
+        free, was_short = available_bytes(), self._short
+        self._short = free < needed
+        if not self._short:
+            return True
+        self._replay_at = self._now() + ROOM_PAUSE_S
+        if not was_short:
+            logger.error(
+                "alarm: %s: to apply its records takes %s of memory, and %s are free: no newer "
+                "state is made, nor the one that is kept proved, until there is more; records are "
+                "kept all the same, but take ever more of the disk, and joiners fetch all of them; "
+                "give this machine more memory (it looks again every %.0f minutes)",
+                self,
+                size(needed),
+                size(free),
+                ROOM_PAUSE_S / 60,
+            )
+        return False
 
     async def _taken_in_time(self, donors: Sequence[str], digest: str) -> Generation:
         return await asyncio.wait_for(self._taken(donors, digest), STATE_LIMIT_S)
@@ -382,6 +414,8 @@ class StageArchive:
                 logger.error("alarm: %s: what is kept is damaged: %s", self, error)
                 self._start_over()
             return
+        if generation is None:
+            return
         if not self._replaces:
             since = [n for n in current.log.rounds() if n > generation.head.round]
             await self._compute(generation.log.share, current.log, since)
@@ -391,6 +425,8 @@ class StageArchive:
     async def _prove(self) -> None:
         current = self._current
         if current.proven or self._replaying.locked():  # an average of a stage at a time
+            return
+        if current.records_after < 2 or not self._has_room(current):
             return
         try:
             async with self._replaying:

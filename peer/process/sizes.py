@@ -1,4 +1,4 @@
-"""What a run asks of a peer's machine, by stage: a table, before anything is started.
+"""What a run asks of a peer's machine, by stage, and of the bootstrap: before anything is started.
 
 It reckons as `dilocox doctor` and `--memory-limit` do and measures nothing; a row is one stage, or
 several that are alike. docs/operator.md says what the columns are.
@@ -14,11 +14,18 @@ from rich.table import Table
 
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_sections import CodecSpec
+from dilocox.peer.chain.archive import RECORDS_AFTER_STATE
+from dilocox.peer.chain.archive_keeper import STAGES_AT_ONCE
+from dilocox.peer.chain.replay import replay_bytes
+from dilocox.peer.chain.store import RECORDS_NEEDED
+from dilocox.peer.memory_and_disk import PROCESSES_BYTES, size
 from dilocox.peer.os_process import wide_console
 from dilocox.peer.process.prepare import StageNeeds, stage_kinds
 from dilocox.peer.process.run_plan import DENSE_BITS
 
 MEMBERS = 4
+CHECKED_RECORDS = 4  # copies of a record while it is checked, measured
+STATES = 3  # on a bootstrap's disk: the last two of a stage, and the next while it is made
 GB, MB = 1e9, 1e6
 HEADS = (
     "stage",
@@ -67,6 +74,27 @@ def dense_exchanges(manifest: Manifest) -> str:
     return f"an exchange with a dense codec: {' or '.join(told)}"
 
 
+def bootstrap_needs(manifest: Manifest) -> tuple[int, int]:
+    """Bytes of memory and of disk that the bootstrap of a run takes at most, with records under the
+    first ranks.
+    """
+    kinds = [StageNeeds(manifest, stage) for stage in stage_kinds(manifest)]
+    from_seed = not manifest.initial.source
+    states = STATES if from_seed else STATES + 1
+    least, most = RECORDS_AFTER_STATE
+    memory, disk = 0, 0
+    for stage in range(manifest.stages):
+        needs = kinds[0 if stage == 0 else -1 if stage == manifest.stages - 1 else 1]
+        record, state = needs.record_bytes, 8 * needs.values
+        since = min(most * record, max(least * record, state)) + record
+        older = max(manifest.rounds.log_bytes, RECORDS_NEEDED * record)
+        disk += states * state + 2 * since + older
+        checked = STAGES_AT_ONCE * CHECKED_RECORDS * record
+        replayed = replay_bytes(needs.values, record, from_seed=from_seed)
+        memory = max(memory, PROCESSES_BYTES + checked + replayed)
+    return memory, disk
+
+
 def print_sizes(manifest: Manifest) -> None:
     """Print the table on the terminal; whole where there is none."""
     title = f"{manifest.name}: what a peer takes; an exchange is once a round"
@@ -77,5 +105,7 @@ def print_sizes(manifest: Manifest) -> None:
         table.add_row(*row(manifest, stage))
     console = wide_console()
     console.print(table)
+    memory, disk = bootstrap_needs(manifest)
+    console.print(f"the bootstrap: {size(memory)} of memory, at most {size(disk)} of disk")
     console.print(dense_exchanges(manifest))
     console.print(WHEN_DENSE)

@@ -77,10 +77,26 @@ def test_the_sizes_of_a_large_run_are_whole_at_80_columns(
     facts = {"name": "x" * 64, "model": layers, "stages": stages, "end_tokens": 10**7}
     sizes.print_sizes(Manifest.from_dict(facts))
     lines = told.getvalue().splitlines()
-    assert [line for line in lines if all(cell in line for cell in large)] == lines[-5:-2]
+    assert [line for line in lines if all(cell in line for cell in large)] == lines[-6:-3]
+    assert re.search(r"the bootstrap: \d[\d.]* GB of memory, at most \d+ GB of disk", lines[-3])
     assert re.search(r"dense codec: \d+\.\d MB of 4 bits or \d+\.\d MB of 2 bits", lines[-2])
     assert "muon" in lines[-1]
     assert "…" not in told.getvalue() and max(map(len, lines)) <= 80
+
+
+def test_a_bootstrap_of_large_stages_is_told_what_memory_and_disk_it_takes() -> None:
+    """Or the kernel ends it at its first new state, and again after each start."""
+    from dilocox.peer.process import sizes
+
+    model = {"model_type": "llama", "vocab_size": 384, "num_hidden_layers": 8, "hidden_size": 1024}
+    facts: dict[str, Any] = {"name": "x", "model": model, "stages": 1, "end_tokens": 10**7}
+    cut = Manifest.from_dict(facts | {"stages": 4})
+    whole = Manifest.from_dict(facts)
+    values = sizes.StageNeeds(whole, 0).values
+    (memory, disk), (of_cut, disk_of_cut) = map(sizes.bootstrap_needs, (whole, cut))
+    assert memory > 0.8e9 + 8 * values, "two vectors, to make the weights of the seed"
+    assert of_cut < 0.8e9 + 5 * values, "of one stage at a time"
+    assert disk > 24 * values and disk_of_cut > disk, "three states, and records by stage"
 
 
 def test_the_name_of_a_volunteer_is_not_that_of_the_run(

@@ -53,13 +53,16 @@ def make_folder(path: Path) -> None:
 
 
 def bytes_below(folder: Path) -> int:
-    """What the files of a folder hold together; those that vanish meanwhile do not count."""
-    total = 0
+    """What the files of a folder hold together, each once whatever names it has; those that vanish
+    meanwhile do not count.
+    """
+    found: dict[tuple[int, int], int] = {}
     for place, _, names in os.walk(folder):  # which passes over folders that vanish
         for name in names:
             with contextlib.suppress(OSError):
-                total += Path(place, name).stat().st_size
-    return total
+                stat = Path(place, name).stat()
+                found[stat.st_dev, stat.st_ino] = stat.st_size
+    return sum(found.values())
 
 
 def no_temporary_folder() -> EnvironmentFault | None:

@@ -112,7 +112,10 @@ class StageArchive:
         for each in kept:
             if each is not self._current:  # a crash came while it was given up, or begun
                 self._older.lead_to(self._current, each)
-                each.remove()
+                if each.number < self._current.number:
+                    each.give_way(self._current)
+                else:
+                    each.remove()
         if self._current.head.round >= 0:  # after what the others have between the two
             self._older.lead_to(self._current)
         self._building: asyncio.Task[Generation | None] | None = None
@@ -448,7 +451,7 @@ class StageArchive:
     async def _adopt(self, generation: Generation) -> None:
         old, self._current = self._current, generation
         await self._compute(self._older.lead_to, generation, old)
-        await self._compute(old.remove)
+        await self._compute(old.give_way, generation)
         logger.info(
             "%s: kept from the state of round %d on, %d records",
             self,

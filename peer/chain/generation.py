@@ -6,6 +6,9 @@ On disk a generation has all that a joiner needs, in a folder, complete once its
                      the records begin at the initial weights
     log/             the record that the state stands on and those after it, with certificates
 
+The one before the current one, of the same chain, stays beside it as `previous`, for a rollback:
+nobody is given its state.
+
 `OlderRecords` are those from before the current generation, for the history, and to know who made
 the chain where a generation is damaged. Nobody needs them to go on: they are given only to peers
 that ask for `older` ones, to list a run from its first round, or to replay it. The oldest go first,
@@ -34,6 +37,7 @@ from dilocox.peer.chain.snapshot_files import (
 )
 from dilocox.peer.chain.store import (
     OLDER_NAME,
+    PREVIOUS_NAME,
     RoundLog,
     Store,
     Tip,
@@ -185,6 +189,22 @@ class Generation:
 
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def give_way(self, after: Generation) -> None:
+        """Be the previous generation, where the one after it is of its chain; else go, with the
+        previous one. A crash meanwhile leaves this one here, to give way at the next start.
+        """
+        previous = self.folder.with_name(PREVIOUS_NAME)
+        gone = previous.with_name(f"{PREVIOUS_NAME}.partial")
+        shutil.rmtree(gone, ignore_errors=True)
+        with suppress(FileNotFoundError):
+            previous.rename(gone)
+        if after.state is not None and self.log.find(after.state.digest) is not None:
+            self.log.drop_from(after.state_round + 1)  # they may have lost since
+            self.folder.rename(previous)
+        else:
+            self.remove()
+        shutil.rmtree(gone, ignore_errors=True)
 
     def following(self) -> list[int]:
         return [number for number in self.log.rounds() if number > self.state_round]

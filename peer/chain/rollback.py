@@ -2,9 +2,9 @@
 archives that kept more.
 
 `prepare_rollback` works beside the operator's running bootstrap. Every stage's records are
-replayed, from the initial weights or a state that the archive keeps, up to the last one that is to
-count. What they make is put beside the archive, which begins with it as soon as it sees the
-revision. Nothing of this changes the run before that is published.
+replayed, from the newest state that the archive keeps of that time or before, or the initial
+weights, up to the last one that is to count. What they make is put beside the archive, which begins
+with it as soon as it sees the revision. Nothing of this changes the run before that is published.
 
 Once it is published (`peer_goes_back`, `archive_goes_back`), the chain of a stage goes on from its
 last record of that round or an earlier one; the records after it, under the rules before, do not
@@ -31,7 +31,9 @@ from dilocox.peer.chain.replay import state_after
 from dilocox.peer.chain.snapshot_files import made_whole, write_state
 from dilocox.peer.chain.store import (
     OLDER_NAME,
+    PREVIOUS_NAME,
     KeptChain,
+    KeptState,
     LogEntry,
     Store,
     archive_folder,
@@ -78,10 +80,10 @@ def archive_goes_back(folder: Path, manifest: Manifest) -> None:
     since = last_rollback(manifest)
     if _done(folder) < since:
         names = sorted(path.name for path in folder.iterdir() if path.name.isdecimal())
-        aside = _put_aside(folder, since, (*names, OLDER_NAME))
+        aside = _put_aside(folder, since, (*names, PREVIOUS_NAME, OLDER_NAME))
         moved = sorted(path.name for path in aside.iterdir() if path.name.isdecimal())
         older = Store(folder / OLDER_NAME)
-        logs = [aside / name / "log" for name in moved] + [aside / OLDER_NAME]
+        logs = [aside / name / "log" for name in (*moved, PREVIOUS_NAME)] + [aside / OLDER_NAME]
         for log in map(Store, logs):
             older.share(log, [entry.round for entry in log.counting(manifest)])
         _mark(folder, since)
@@ -221,9 +223,7 @@ def _prepared(
         last = entries[-1] if entries else None
         known = {manifest.root, *(entry.digest for entry in entries)}
         states = [each for each in chain.states if each.digest in known]
-        flaws, vectors = state_after(manifest, run, stage, entries, states)
-        if flaws:
-            raise EnvironmentFault(f"stage {stage}: the archive is damaged: {flaws[0]}")
+        vectors = _vectors_after(manifest, run, stage, entries, states)
         if vectors is None:
             raise InvalidInput(
                 f"--round {round_number}: of stage {stage} too few records are kept to go back"
@@ -233,6 +233,31 @@ def _prepared(
         where = "the initial weights" if last is None else f"its record of round {last.round}"
         tell(f"stage {stage}: goes back to {where}")
     return base
+
+
+def _vectors_after(
+    manifest: Manifest,
+    run: str,
+    stage: int,
+    entries: Sequence[LogEntry],
+    states: Iterable[KeptState],
+) -> tuple[Tensor, Tensor] | None:
+    """The anchor and momentum after these records, of the newest state that leads there; None where
+    none does. Raises EnvironmentFault where only damage is in the way.
+    """
+    places = {entry.digest: place for place, entry in enumerate(entries)}
+    starts = dict[int, list[KeptState]]({0: []})  # by the place of the first record to be replayed
+    for state in states:
+        starts.setdefault(places.get(state.digest, 0), []).append(state)
+    damage = ""
+    for start in sorted(starts, reverse=True):
+        flaws, vectors = state_after(manifest, run, stage, entries[start:], starts[start])
+        if vectors is not None and not flaws:
+            return vectors
+        damage = damage or "".join(flaws[:1])
+    if damage:
+        raise EnvironmentFault(f"stage {stage}: the archive is damaged: {damage}")
+    return None
 
 
 def _first(

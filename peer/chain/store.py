@@ -12,8 +12,8 @@ cannot vote twice. A record is checked when it is added.
 
 `kept_run` finds what a state folder holds of a run: records, and states that some of them lead to.
 A peer keeps the newest records and one state (`RUN-stage0/log`, `.../snapshots`), a bootstrap more
-of both, for every stage (`RUN-archive-DIGEST/stage0/older`, `.../00000003/log`, `.../state`; and
-`.../initial` where the run starts from a checkpoint).
+of both, for every stage (`RUN-archive-DIGEST/stage0/older`, `.../00000003/log`, `.../state`,
+`.../previous` with the same two; and `.../initial` where the run starts from a checkpoint).
 A reader needs no lock here: the owner may be running.
 """
 
@@ -356,6 +356,7 @@ class RoundLog(Store):
 
 
 OLDER_NAME = "older"
+PREVIOUS_NAME = "previous"  # the generation before the current one, for a rollback alone
 INITIAL_NAME = "initial"  # of a run that starts from a checkpoint: its state of round -1, for ever
 TOKENIZER_NAME = "tokenizer"  # the run's, beside the archive of stage 0
 
@@ -458,6 +459,7 @@ def _of_archive(folder: Path) -> list[KeptChain]:
     for path in sorted(folder.iterdir()):
         if match := _STAGE.fullmatch(path.name):
             generations = sorted(each for each in path.iterdir() if each.name.isdecimal())
+            generations.append(path / PREVIOUS_NAME)
             logs = [each / "log" for each in generations]
             states = [path / INITIAL_NAME, *(each / "state" for each in generations)]
             chains.append(_chain(int(match["stage"]), [*logs, path / OLDER_NAME], states))

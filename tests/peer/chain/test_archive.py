@@ -120,7 +120,7 @@ def test_a_state_that_rotted_on_the_disk_is_never_replayed_into_another_one(
         donor.train(number)
         kept.look(donor)
     assert kept.state_round == 2
-    (state,) = tmp_path.glob(f"kept/*/state/*/{STATE_FILE}")
+    (state,) = tmp_path.glob(f"kept/0*/state/*/{STATE_FILE}")
     with state.open("r+b") as file:
         file.seek(5003 if wrong == "anchor" else -5001, os.SEEK_SET if wrong == "anchor" else 2)
         file.write(b"\x3e")
@@ -465,7 +465,7 @@ def test_what_is_kept_outlives_a_restart_and_what_is_damaged_does_not(
     claim = again.look()
     assert claim is not None and claim == kept.archive.claim
     assert torch.equal(again.joiner_gets(tmp_path, claim), donor.anchor)
-    (state,) = tmp_path.glob(f"kept/*/state/*/{STATE_FILE}")
+    (state,) = tmp_path.glob(f"kept/0*/state/*/{STATE_FILE}")
     with state.open("r+b") as file:
         file.seek(5000)
         file.write(b"\xff")

@@ -36,6 +36,10 @@ class NotAdmitted(CannotFollow):
     """The run takes only peers that its operator admits, and not this one."""
 
 
+class AdmissionLapsed(NotAdmitted):
+    """It was admitted until a day that is over; once its operator renews that it can go on."""
+
+
 class UnreadableManifest(CannotFollow):
     """The manifest is proven to be the operator's, and for another version of this program."""
 

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LAPSED_DAYS = 7  # for which an admission that is over is remembered
 RunState = Literal["running", "paused", "ended"]
 
 FOR_PEOPLE = ("about", "licence", "samples.")  # no peer trains by them, so none starts again
@@ -169,9 +170,11 @@ def in_state(before: Manifest, state: RunState) -> Manifest:
 def admitting(before: Manifest, until: Mapping[str, int], today: int) -> Manifest:
     """The next revision, in which these peers are admitted until a day, of those since 1970.
 
-    Peers that were admitted until a day before `today` are forgotten.
+    Peers whose time is over for longer than a week are forgotten; until then one that is away knows
+    that its admission was not withdrawn.
     """
-    kept = {peer: day for peer, day in before.operation.admitted if day >= today}
+    oldest = today - LAPSED_DAYS
+    kept = {peer: day for peer, day in before.operation.admitted if day >= oldest}
     return _under_same_rules(before, admitted=tuple(sorted((kept | dict(until)).items())))
 
 

@@ -436,6 +436,8 @@ class Coordinator(threading.Thread):
         seconds = self._clock.monotonic() - began
         heartbeat_s = self._local.manifest.deadlines.heartbeat_s
         revised = self._watch.follow(self._announcer.revision, heartbeat_s, began)
+        if (admission := self._local.swarm.admission) is not None:
+            admission.remind(self._local.me)
         bootstrap: bool | None = None
         if whole:
             bootstrap = self._local.swarm.bootstrap_answers(BOOTSTRAP_LIMIT_S)

@@ -78,7 +78,7 @@ class BootstrapFacts:
     """What was seen at one look; None and empty what is not known. Counts are since the start.
 
     archive_bytes, archive_rounds: by stage. served_bytes: by what it was. refused: by the part that
-    refused, and why. manifest_until: Unix time.
+    refused, and why. manifest_until: Unix time. admission_end: likewise, `Admission.first_end`.
     """
 
     role: Role
@@ -86,6 +86,7 @@ class BootstrapFacts:
     dht_peers: int | None = None
     memory_bytes: int | None = None
     manifest_until: float = 0.0
+    admission_end: int | None = None
     archive_bytes: Mapping[int, int] = field(default_factory=dict[int, int])
     archive_rounds: Mapping[int, int] = field(default_factory=dict[int, int])
     served_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -120,6 +121,11 @@ METRICS = (
         "manifest_expiry_timestamp_seconds",
         "Until when the manifest is valid, if the operator's bootstrap does not renew it.",
         lambda f: f.manifest_until or None,
+    ),
+    _Spec(
+        "admission_end_timestamp_seconds",
+        "When the first peer's admission ends, or ended within a day, in a listed run.",
+        lambda f: f.admission_end,
     ),
     _Spec(
         "archive_bytes",
@@ -283,6 +289,7 @@ class BootstrapServices:
         be had.
         """
         self._keeper = keeper
+        self._me = identity.peer_id
         self._dht = dht
         self._swarm = swarm
         self._clock = clock
@@ -355,6 +362,9 @@ class BootstrapServices:
         if self._looked_at >= self._measured_at + DISK_PERIOD_S:
             self._measured_at = self._looked_at
             archive_bytes = bytes_by_stage(self._folder)
+        admission = self._swarm.admission
+        if admission is not None:
+            admission.remind(self._me)
         refused = {
             "dht": self._swarm.all_refused,
             "archive": {} if keeper is None else keeper.refused.copy(),
@@ -373,6 +383,7 @@ class BootstrapServices:
             dht_peers=dht_peers,
             memory_bytes=sum(proportional_bytes(pid) for pid in pids if pid),
             manifest_until=self._keeper.expires_at,
+            admission_end=None if admission is None else admission.first_end,
             archive_bytes=archive_bytes,
             archive_rounds={} if keeper is None else keeper.rounds,
             served_bytes={} if keeper is None else keeper.served.copy(),

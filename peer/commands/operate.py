@@ -17,7 +17,7 @@ from typing import Any
 
 import typer
 
-from dilocox.dht.admission import DAY_S
+from dilocox.dht.admission import DAY_S, date
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
@@ -263,7 +263,7 @@ def admit(options: AdmitOptions) -> int:
     following = admitting(operator.manifest, dict.fromkeys(options.peers, until), today)
     number = operator.publish(following)
     for peer in options.peers:
-        typer.echo(f"revision {number}: {peer} is admitted until {_date(until)}")
+        typer.echo(f"revision {number}: {peer} is admitted until {date(until * DAY_S)}")
     if operator.manifest.admission == "open":
         typer.echo(
             "the run is open: whoever has the invite takes part. To close it set `admission: "
@@ -283,7 +283,7 @@ def revoke(options: RevokeOptions) -> int:
 def show_admitted(options: AdmittedOptions) -> int:
     manifest = Operator.of(options).manifest
     for peer, day in manifest.operation.admitted:
-        typer.echo(f"{peer} until {_date(day)}")
+        typer.echo(f"{peer} until {date(day * DAY_S)}")
     typer.echo(f"admission: {manifest.admission}")
     return 0
 
@@ -305,7 +305,3 @@ def rotate(options: RotateOptions) -> int:
         "need not stay on this machine: `dilocox operate ... --key FILE`"
     )
     return 0
-
-
-def _date(day: int) -> str:
-    return time.strftime("%Y-%m-%d", time.gmtime(day * DAY_S))

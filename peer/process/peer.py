@@ -21,7 +21,7 @@ import torch
 
 from dilocox import __version__
 from dilocox.dht.addresses import BETWEEN_TRIES_S, NO_FALLBACK, kept_fallback, wait_for_entry
-from dilocox.dht.errors import BootstrapsSilent, EnvironmentFault
+from dilocox.dht.errors import AdmissionLapsed, BootstrapsSilent, EnvironmentFault
 from dilocox.dht.identity import Identity
 from dilocox.dht.join import Joined, join_run
 from dilocox.dht.manifest import warnings
@@ -343,6 +343,9 @@ class Assembly:
         )
 
 
+RENEWED_LOOK_S = 300.0  # whose admission is over looks so often whether it was renewed
+
+
 def run_peer(options: PeerOptions) -> int:
     """Take part in a run until it ends or a signal comes; the exit code."""
     folder = StateFolder(options.state)
@@ -382,6 +385,12 @@ def run_peer(options: PeerOptions) -> int:
                 raise
             logger.warning("%s; trying again", error)
             if stop.event.wait(BETWEEN_TRIES_S):
+                logger.info("left: stopped on request")
+                return 0
+            start_again()
+        except AdmissionLapsed as error:  # a new process finds it renewed
+            logger.warning("%s; this peer looks again every %.0f s", error, RENEWED_LOOK_S)
+            if stop.event.wait(RENEWED_LOOK_S):
                 logger.info("left: stopped on request")
                 return 0
             start_again()

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dilocox.dht import admission as admission_module
-from dilocox.dht.admission import DAY_S, Admission
-from dilocox.dht.errors import InvalidInput, NotAdmitted
+from dilocox.dht.admission import DAY_S, RENEW_ALL, Admission
+from dilocox.dht.errors import AdmissionLapsed, InvalidInput, NotAdmitted
 from dilocox.dht.identity import Identity, peer_id_of
 from dilocox.dht.invite import run_id
 from dilocox.dht.manifest import Manifest, SignedManifest, preset_names
@@ -48,15 +48,61 @@ def test_a_listed_run_admits_its_operator_and_those_it_listed_until_their_day() 
     clock.now += 2 * DAY_S - 61
     assert asked.admits(PEER)
     clock.now += 2
-    with pytest.raises(NotAdmitted, match="no longer"):
+    with pytest.raises(AdmissionLapsed, match=f"time ended on 2024-10-06: .* admit {PEER}`"):
         raise asked.refusal(PEER) or AssertionError
+    asked.take(admitting(LISTED, {PEER: TODAY + 30}, TODAY + 2))
+    assert asked.refusal(PEER) is None
+
+
+def test_from_three_days_before_an_end_its_peer_and_the_operator_are_warned_once_a_day(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Three hundred of one day ended at one midnight, and nobody had said a word."""
+    clock = today()
+    third = peer_id_of(bytes([3]) * 32)
+    listed = admitting(LISTED, {PEER: TODAY + 30, third: TODAY + 30}, TODAY)
+    of_peer, of_operator, of_open = (
+        admission(listed, clock),
+        admission(listed, clock),
+        admission(replace(listed, admission="open"), clock),
+    )
+
+    def warned() -> list[str]:
+        caplog.clear()
+        of_peer.remind(PEER)
+        of_operator.remind(OTHER)
+        of_open.remind(PEER)
+        return caplog.messages
+
+    end = (TODAY + 30) * DAY_S
+    assert of_operator.first_end == end and of_open.first_end is None
+    clock.now = end - 3 * DAY_S - 1.0
+    assert warned() == []
+    clock.now += 2
+    to_peer, to_operator = warned()
+    assert "until 2024-11-03" in to_peer and f"dilocox operate admit {PEER}" in to_peer
+    assert "of 2 admissions 2 end within three days" in to_operator and RENEW_ALL in to_operator
+    clock.now += 3600.0
+    assert warned() == []
+    clock.now += DAY_S
+    assert len(warned()) == 2
+    clock.now = end + 3600.0
+    assert len(warned()) == 2, "a copy of the bootstrap goes on"
+    assert of_operator.first_end == end, "an alert that ends with the admission helps nobody"
+    renewed = admitting(listed, {PEER: TODAY + 60, third: TODAY + 60}, TODAY + 30)
+    for each in (of_peer, of_operator):
+        each.take(renewed)
+    clock.now += 2 * DAY_S
+    assert warned() == [] and of_operator.first_end == (TODAY + 60) * DAY_S
 
 
 def test_the_list_is_no_new_rules_and_forgets_those_whose_days_are_over() -> None:
     first = admitting(LISTED, {PEER: TODAY + 1}, TODAY)
     assert (first.operation.revision, first.rules, first.root) == (1, 0, LISTED.digest)
-    later = admitting(first, {OTHER: TODAY + 9}, TODAY + 5)
+    later = admitting(first, {OTHER: TODAY + 9}, TODAY + 9)
     assert later.operation.admitted == ((OTHER, TODAY + 9),)
+    soon = admitting(first, {OTHER: TODAY + 9}, TODAY + 5)
+    assert dict(soon.operation.admitted).keys() == {PEER, OTHER}, "it is renewed, or was withdrawn?"
     longer = admitting(first, {PEER: TODAY + 30}, TODAY)
     assert longer.operation.admitted == ((PEER, TODAY + 30),)
     assert Manifest.from_bytes(longer.to_bytes()) == longer
@@ -67,6 +113,7 @@ def test_who_is_revoked_is_not_admitted_and_who_never_was_is_named() -> None:
     asked = admission(revoking(both, [PEER]), today())
     assert asked.admits(OTHER)
     assert not asked.admits(PEER)
+    assert not isinstance(asked.refusal(PEER), AdmissionLapsed), "it would wait for ever"
     with pytest.raises(InvalidInput, match=f"{PEER} is not admitted"):
         revoking(LISTED, [PEER])
     with pytest.raises(InvalidInput, match="the run has ended"):

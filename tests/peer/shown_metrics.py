@@ -39,6 +39,7 @@ BOOTSTRAP = BootstrapFacts(
     dht_peers=7,
     memory_bytes=400_000_000,
     manifest_until=1.8e9,
+    admission_end=1_790_000_000,
     archive_bytes={0: 1000, 1: 2000},
     archive_rounds={0: 11, 1: -1},
     served_bytes={"state": 5},

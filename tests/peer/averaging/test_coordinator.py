@@ -50,7 +50,8 @@ class Sending:
             is_alive=lambda: True,
             check_reach=lambda again: Future(),
         )
-        local = local_peer(
+        self.looks = list[Callable[[], Any]]()  # at the DHT, that were to be made
+        self.local = local = local_peer(
             donor.peer,
             manifest=run,
             layout=donor.layout,
@@ -60,11 +61,16 @@ class Sending:
                 client_mode=False, running=True, bootstraps=(), local_network=False
             ),
         )
-        never = cast("WorkerThread", SimpleNamespace(submit=lambda call: Future()))
+
+        def submit(look: Callable[[], Any]) -> Future[Any]:
+            self.looks.append(look)
+            return Future()
+
+        never = cast("WorkerThread", SimpleNamespace(submit=submit))
         self.coordinator = Coordinator(
             local,
             averager,
-            watch=cast(Any, SimpleNamespace(manifest=run)),
+            watch=cast(Any, SimpleNamespace(manifest=run, follow=lambda *_: False)),
             applied=-1,
             anchor_sha256="b" * 64,
             sent={SENT: 10} if resumed else {},
@@ -194,6 +200,18 @@ def test_a_send_whose_record_waited_longer_than_anybody_is_asked_for_it_is_not_v
     peer.tick()
     assert not peer.coordinator.undecided
     assert peer.coordinator.driver.voids == 0 and peer.coordinator.events.get() is None
+
+
+def test_a_peer_of_a_listed_run_is_reminded_of_the_end_of_its_admission_at_each_look(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    peer, reminded = Sending(identities[0], tmp_path), list[str]()
+    swarm: Any = peer.local.swarm
+    swarm.admission = SimpleNamespace(remind=reminded.append)
+    swarm.bootstrap_answers = lambda _: True
+    swarm.read_many = lambda keys, **_: dict.fromkeys(keys)
+    peer.looks[0]()
+    assert reminded == [peer.donor.peer]
 
 
 # ---- looking at other stages --------------------------------------------------------------------

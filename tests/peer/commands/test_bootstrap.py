@@ -40,6 +40,7 @@ NAMES = {
     "dht_peers": {"run"},
     "memory_bytes": {"run"},
     "manifest_expiry_timestamp_seconds": {"run"},
+    "admission_end_timestamp_seconds": {"run"},
     "archive_bytes": {"run", "stage"},
     "archive_round": {"run", "stage"},
     "served_bytes_total": {"run", "kind"},
@@ -208,7 +209,8 @@ def test_every_figure_has_the_agreed_name_and_labels() -> None:
 def test_what_is_not_known_yet_is_left_out() -> None:
     found = series(bootstrap_text(BootstrapFacts(role="operator")))
     assert found["ready"] == 0
-    assert not {"dht_peers", "memory_bytes", "manifest_expiry_timestamp_seconds"} & found.keys()
+    unknown = {"dht_peers", "memory_bytes", "manifest_expiry_timestamp_seconds"}
+    assert not (unknown | {"admission_end_timestamp_seconds"}) & found.keys()
 
 
 def test_a_dead_node_a_dead_archive_and_a_stuck_thread_are_told(
@@ -222,6 +224,7 @@ def test_a_dead_node_a_dead_archive_and_a_stuck_thread_are_told(
     def nothing() -> None:
         pass
 
+    reminded = list[str]()
     kept = SimpleNamespace(
         refused=Counter({"disk": 1}),
         probe_refused=SimpleNamespace(read=lambda: {"busy": 2}),
@@ -248,6 +251,7 @@ def test_a_dead_node_a_dead_archive_and_a_stuck_thread_are_told(
         admit_by=lambda *_: None,
         admits=lambda _: True,
         time=lambda: 0.0,
+        admission=SimpleNamespace(first_end=1_790_000_000, remind=reminded.append),
     )
     monkeypatch.setattr(bootstrap, "Archive", lambda **_: archive)
     given = options(Path("run.yaml"), state=tmp_path)
@@ -262,6 +266,7 @@ def test_a_dead_node_a_dead_archive_and_a_stuck_thread_are_told(
         found = series(pages["/metrics"]().body.decode())
         assert (found["dht_peers"], found["archive_bytes 0"], found["archive_round 0"]) == (5, 5, 4)
         assert found["refused_total dht_type"] == 3
+        assert (found["admission_end_timestamp_seconds"], reminded) == (1_790_000_000, [ME])
         assert found["refused_total archive_disk"] == 1
         assert found["refused_total probe_busy"] == 2
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dilocox.dht.addresses import NO_FALLBACK
-from dilocox.dht.errors import BootstrapsSilent
+from dilocox.dht.errors import AdmissionLapsed, BootstrapsSilent, NotAdmitted
 from dilocox.peer.options import PeerOptions
 from dilocox.peer.process import peer
 from tests.peer.local_peers import INVITE, RUN
@@ -41,3 +41,27 @@ def test_who_has_been_in_a_run_is_not_lost_where_its_bootstraps_go_away_meanwhil
     with pytest.raises(StartedAgain if has_been_in_it else BootstrapsSilent):
         peer.run_peer(options)
     assert ("trying again" in caplog.text) is has_been_in_it
+
+
+@pytest.mark.parametrize("error", [AdmissionLapsed("its time ended"), NotAdmitted("never was")])
+def test_whose_admission_is_over_waits_for_the_operator_and_who_has_none_ends(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: NotAdmitted,
+) -> None:
+    """Exit code 2 kept all peers of a run down for good, by one midnight."""
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise error
+
+    def again() -> None:
+        raise StartedAgain
+
+    monkeypatch.setattr(peer, "join_run", refused)
+    monkeypatch.setattr(peer, "start_again", again)
+    monkeypatch.setattr(peer, "RENEWED_LOOK_S", 0.0)
+    lapsed = isinstance(error, AdmissionLapsed)
+    with pytest.raises(StartedAgain if lapsed else NotAdmitted):
+        peer.run_peer(PeerOptions(invite=INVITE, state=tmp_path))
+    assert ("this peer looks again" in caplog.text) is lapsed

@@ -6,11 +6,38 @@ import contextlib
 import errno
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from dilocox.dht.errors import EnvironmentFault
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+MOST_KNOWN = 10_000
+
+
+class KnownFiles:
+    """Files that this process has found to be what they are said to be, as long as nobody writes
+    them: to hash all of a large state again takes minutes. Any thread may ask.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[tuple[int, int, int, int]] = set()
+
+    def see(self, *paths: Path, look: Callable[[], object] = lambda: None) -> None:
+        """Look at all of these, unless they are known as they are now; they are known then.
+
+        look: raises what it likes where one is not what it should be; by default they were just
+        written. OSError where one is not there.
+        """
+        found = [path.stat() for path in paths]
+        now = {(each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns) for each in found}
+        if now <= self._known:
+            return
+        look()
+        self._known = now if len(self._known) > MOST_KNOWN else self._known | now
+
+
+known_files = KnownFiles()
 
 
 def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:

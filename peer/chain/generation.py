@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
-from dilocox.dht.files import make_folder, sync
+from dilocox.dht.files import known_files, make_folder, sync
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.replay import anchors_around
 from dilocox.peer.chain.rollback import STATE_NAME
@@ -33,6 +33,7 @@ from dilocox.peer.chain.snapshot_files import (
     check_state,
     chunk_digests,
     made_whole,
+    state_files,
     write_facts,
 )
 from dilocox.peer.chain.store import (
@@ -95,6 +96,7 @@ class Generation:
                 sync(kept / STATE_FILE)
                 chunks = chunk_digests(kept / STATE_FILE)
                 write_facts(kept, at, digest_of(data), chunks)
+                known_files.see(*state_files(kept))
                 make_folder(partial / "log")
                 log.write(at, data, certificate)
                 if before is not None:
@@ -126,20 +128,19 @@ class Generation:
     def _whole(cls, folder: Path, check: RecordCheck) -> Generation:
         """Raises InvalidInput, OSError and ValueError (RecordRefused among them)."""
         made = cls(folder, check)
-        state, rounds, previous = made.state, made.log.rounds(), check.root
+        state, entries, previous = made.state, made.log.entries(), check.root
         if state is not None:
             check_state(state.file.parent)
-            if made.log.find(state.digest) != state.round or state.round != rounds[0]:
+            if made.log.find(state.digest) != state.round or state.round != entries[0].round:
                 raise RecordRefused("its records do not begin at its state")
-        for number in rounds:
-            data = made.log.read_bytes(number)
-            certificate = made.log.certificate(number)
-            if data is None or certificate is None:
-                raise RecordRefused(f"round {number} is not whole")
-            check_certificate(parse_header(data), digest_of(data), certificate)
-            if number != made.state_round and parse_header(data).previous != previous:
-                raise RecordRefused(f"round {number} does not follow the one before it")
-            previous = digest_of(data)
+        for entry in entries:
+            header, certificate = made.log.sound_header(entry.round), entry.certificate()
+            if header is None or certificate is None:
+                raise RecordRefused(f"round {entry.round} is not whole")
+            check_certificate(header, entry.digest, certificate)
+            if entry.round != made.state_round and header.previous != previous:
+                raise RecordRefused(f"round {entry.round} does not follow the one before it")
+            previous = entry.digest
         return made
 
     @property

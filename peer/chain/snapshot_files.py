@@ -34,7 +34,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dilocox.dht.errors import EnvironmentFault
-from dilocox.dht.files import disk_fault, sync
+from dilocox.dht.files import disk_fault, known_files, sync
 from dilocox.dht.rpc import CallRefused
 
 logger = logging.getLogger(__name__)
@@ -355,12 +355,24 @@ def write_facts(folder: Path, round_number: int, digest: str, chunks: bytes) -> 
 
 
 def check_state(folder: Path) -> None:
-    """Raise ValueError where a state and what is said of it (a map) do not fit; OSError."""
-    facts, chunks = json.loads((folder / STATE_FACTS_FILE).read_text()), (folder / CHUNKS_FILE)
-    size, digests = (folder / STATE_FILE).stat().st_size, chunk_digests(folder / STATE_FILE)
-    told = facts.get("size"), facts.get("sha256"), chunks.read_bytes()
-    if told != (size, hashlib.sha256(digests).hexdigest(), digests):
-        raise ValueError(f"{STATE_FILE} is not what {STATE_FACTS_FILE} and {CHUNKS_FILE} say")
+    """Raise ValueError where a state and what is said of it (a map) do not fit; OSError.
+
+    Reads all of it, but where this process did so and nobody has written it since.
+    """
+    file, said, chunks = files = state_files(folder)
+
+    def look() -> None:
+        facts, digests = json.loads(said.read_text()), chunk_digests(file)
+        found = file.stat().st_size, hashlib.sha256(digests).hexdigest(), digests
+        if (facts.get("size"), facts.get("sha256"), chunks.read_bytes()) != found:
+            raise ValueError(f"{STATE_FILE} is not what {STATE_FACTS_FILE} and {CHUNKS_FILE} say")
+
+    known_files.see(*files, look=look)
+
+
+def state_files(folder: Path) -> tuple[Path, Path, Path]:
+    """A state's file, and the two that say what it is."""
+    return folder / STATE_FILE, folder / STATE_FACTS_FILE, folder / CHUNKS_FILE
 
 
 def state_sha256(path: Path) -> str:

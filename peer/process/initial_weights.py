@@ -51,6 +51,7 @@ def pinned(manifest: Manifest) -> Manifest:
     initial = manifest.initial
     if not initial.source:
         return manifest
+    logger.info("reading the checkpoint %s: a large one takes minutes", initial.source)
     checkpoint, stages = Checkpoint(initial.source), manifest.stages
     vectors = (checkpoint.stage(manifest.model, stages, stage) for stage in range(stages))
     return replace(
@@ -65,6 +66,7 @@ def archive_initial(state: Path, run: str, manifest: Manifest) -> None:
     for stage in range(len(manifest.initial.anchors)):
         folder = archive_folder(state, run, manifest) / f"stage{stage}" / INITIAL_NAME
         try:
+            logger.info("stage %d: looking at the initial weights that are kept", stage)
             whole = _is_whole(folder, manifest)
         except (ValueError, OSError, InvalidInput) as error:
             logger.warning("%s: damaged (%s), made anew of the checkpoint", folder, error)

@@ -192,8 +192,8 @@ def test_no_node_closes_the_connections_of_a_large_swarm(first: Node, second: No
     last one."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = min(8192, files // 2)
-    for node in (first, second):
-        given = Path(f"/proc/{node[0].p2pd_pid}/cmdline").read_text().split("\0")
+    for opened in (first, second):
+        given = Path(f"/proc/{opened[0].p2pd_pid}/cmdline").read_text().split("\0")
         limits = [flag for flag in given if flag.startswith(("-connLo=", "-connHi="))]
         assert limits[-2:] == [f"-connLo={most // 2}", f"-connHi={most}"]
 

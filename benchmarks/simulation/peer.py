@@ -209,6 +209,7 @@ class SimulatedPeer:
         self.coordinator = self._new_coordinator()
         self.chain, self.driver = self.coordinator.chain, self.coordinator.driver
         self._inner_step = self._epoch = 0
+        self._longest_step_s = 0.0
         self._origin: float | None = None  # when the inner step under way began
         self._tick: Scheduled | None = None
         self._loop: Scheduled | None = None
@@ -331,6 +332,7 @@ class SimulatedPeer:
             tokens = steps * self.world.tokens_per_step
             for peer in (head, *head.members):
                 peer._inner_step += steps
+                peer._longest_step_s = head.step_s
                 peer.books.trained += tokens
                 peer.books.unsent += tokens
 
@@ -562,7 +564,7 @@ class SimulatedPeer:
         return LoopStatus(
             inner_step=self._inner_step,
             unsent_tokens=max(0, books.unsent) + sum(books.fly.values()),
-            step_s=0.0 if head is None else head.step_s,
+            step_s=self._longest_step_s,
             caught_up_s=self._caught_up_s,
             tokens_per_s=0.0 if head is None else self.world.tokens_per_step / head.step_s,
             head="" if head is None else head.name,

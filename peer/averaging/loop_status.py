@@ -40,7 +40,7 @@ class LoopStatus:
     data_part, data_position: what it reads of the data, and where; -1 before it does.
     inner_step, inner_steps: of the round, taken and planned (H).
     applied_round: of the last record in its anchor. in_flight: the one whose exchange runs.
-    step_s: the longest inner step of the round.
+    step_s: the longest inner step of the round; before its first one has ended, of the last round.
     caught_up_s: that the end of a round waits until records are in the anchor, at most.
     waiting_share, round_waiting_share: waited for averages, of all its time and of its last round.
     computing_share: of the time since it first was in a replica.

@@ -353,7 +353,10 @@ class LoopMeter:
     def stepped(self, stepped: Stepped, tokens: int, seconds: float) -> None:
         """An inner step on so many tokens was taken, or skipped."""
         self.inner_step += 1
-        self.longest_step_s = max(self.longest_step_s, seconds)
+        # until a round's first step has ended the last round's is told: it may be as long as a
+        # round, and those who ring meanwhile wait for as long as it says
+        before_s = self.longest_step_s if self.inner_step > 1 else 0.0
+        self.longest_step_s = max(before_s, seconds)
         if stepped.skipped:
             self.skipped_steps += 1
             return
@@ -389,7 +392,6 @@ class LoopMeter:
     def next_round(self) -> None:
         """A new round begins."""
         self.inner_step = 0
-        self.longest_step_s = 0.0
         self._count_waiting()
         stalled_s = self._waited_s(PER_ROUND)
         self.stall_s, self._stalled_before_s = stalled_s - self._stalled_before_s, stalled_s

@@ -60,6 +60,14 @@ def test_a_head_three_times_slower_is_in_every_round() -> None:
     assert outcome.every_head_share == 1.0
 
 
+def test_a_head_whose_one_inner_step_is_longer_than_a_round_is_waited_for() -> None:
+    """Where it told of no step while it made one it was in every eighth record. The first is made
+    before it has ended one."""
+    outcome = play((1.0, 1.1, 75.0), 60.0, 8)
+    assert outcome.committed_share == 1.0
+    assert outcome.every_head_share >= 0.85
+
+
 def test_calls_to_the_dht_that_take_seconds_keep_no_send_from_its_group() -> None:
     """In series, before each exchange, they lost every round of these."""
     outcome = play((1.0, 1.2, 1.4, 1.6), 60.0, 6, rtt_s=0.8)

@@ -178,6 +178,20 @@ def test_speed_and_loss_are_smoothed_and_skipped_steps_left_out(meter: LoopMeter
     assert (meter.tokens, meter.inner_step, meter.longest_step_s) == (300, 3, 3.0)
 
 
+def test_until_a_rounds_first_step_has_ended_the_last_rounds_longest_is_told(
+    meter: LoopMeter,
+) -> None:
+    for seconds in (75.0, 60.0):
+        meter.stepped(step(4.0), 100, seconds)
+    meter.next_round()
+    assert meter.read(LoopStatus()).step_s == 75.0, "nobody would wait for the step under way"
+    told = list[float]()
+    for seconds in (50.0, 40.0, 55.0):
+        meter.stepped(step(4.0), 100, seconds)
+        told.append(meter.read(LoopStatus()).step_s)
+    assert told == [50.0, 50.0, 55.0]
+
+
 def test_a_step_whose_loss_is_not_known_here_counts_but_for_the_loss(
     meter: LoopMeter, tmp_path: Path
 ) -> None:

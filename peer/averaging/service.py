@@ -141,7 +141,7 @@ class PeerService(StageServicer):
         attempt.check_sender(peer, part, kind)
         with self._taking_only(attempt, peer, part, kind):
             accept()  # before that nothing of it is held
-            came = partial(attempt.bytes_came, part, kind)
+            came = partial(attempt.bytes_came, peer, part, kind)
             came(0, size)
             payload = await self._payload(request, part, size, came)
         if kind == "part":

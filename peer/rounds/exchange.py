@@ -10,9 +10,10 @@ committed only by a majority of signed votes on the digest of the record (vote_c
 
 A phase has the time that most members need to compute, and its share of the exchange's. It bounds
 how long reducers wait for parts and for other rows, so that slow members are left out, and when all
-are asked for a mean that has not come; what others hold and nobody brings is asked for before that
-(held_means.py). A member that got its means of the first phase too late to be counted in the second
-can still reduce, and vote.
+are asked for a mean that has not come: at its end, of the last phase before that for those that are
+not on their way. What others hold and nobody brings is asked for sooner (held_means.py). A member
+that got its means of the first phase too late to be counted in the second can still reduce, and
+vote.
 
 A member hears of deaths from those that it watches, and from the votes of those that gave up: two
 that missed the same peer are believed, one alone may be cut off itself. A member sends its vote to
@@ -57,6 +58,7 @@ logger = logging.getLogger(__name__)
 # for those and for the other rows; the rest is for the means.
 PARTS_SHARE = 0.6
 PARTS_SHARE_OF_ROWS, ROWS_SHARE = 0.4, 0.65
+MEANS_SHARE = 0.8  # of the last phase's, after which a mean that nobody sends is asked for
 FETCH_ROUNDS = 2  # how often everybody is asked for a mean whose reducer is gone
 ASKED_AT_ONCE = 16  # members, other ones each time, how an undecided vote ended
 VOTES_PAUSE_S = 0.25  # a row's votes go to the other rows together, if they come so soon
@@ -139,10 +141,11 @@ class Attempt:
                 if self._setup.sender(part) != peer:
                     raise ShareRefused(f"the mean of part {part} does not come from {peer}")
 
-    def bytes_came(self, part: int, kind: str, count: int, size: int) -> None:
-        """So many bytes of this (`kind`: part, row, mean) are here, of so many, from the one that
+    def bytes_came(self, peer: str, part: int, kind: str, count: int, size: int) -> None:
+        """So many bytes of this (`kind`: part, row, mean) are here, of so many, from a peer that
         `check_sender` lets send it.
         """
+        self._group.heard(peer)
         if kind == "mean":
             self._held.bytes_came(part, count, size)
 
@@ -311,7 +314,7 @@ class Attempt:
         setup, made = self._setup, self._setup.shares[mean.part].reducer == self._setup.me
         if setup.collector(setup.column_of(mean.part)) != setup.me:
             return
-        for peer in {*self._group.row, *(self._group.column if made else ())} - self._gone:
+        for peer in {*self._group.row, *(self._group.column if made else ())} - self._unreached:
             # a member with a slow link still needs it when the others have all and the round is
             # decided
             self._push(self._transport.push_mean, peer, mean, outlives=True)
@@ -321,7 +324,9 @@ class Attempt:
 
         Where others have committed already, their means are still under way.
         """
-        due, end = self._spans[phase][1], self._end
+        (starts, due), end = self._spans[phase], self._end
+        if ends_all := due == end:
+            due = starts + (end - starts) * MEANS_SHARE
         asked, again_at = Counter[int](), 0.0
         while missing := self._shares.missing(phase):
             lost = missing & self._lost()
@@ -333,7 +338,8 @@ class Attempt:
                 self._waited_out = True
                 return False
             late = missing if now >= due else set[int]()
-            wanted = {part for part in late if not asked[part]}
+            moving = {part for part in late if ends_all and self._held.moves(part)}
+            wanted = {part for part in late - moving if not asked[part]}
             # not at once again: what its reducer gave others may still be on its way to them
             elsewhere = lost | (missing & self._cut_off())
             if now >= again_at and elsewhere:
@@ -343,7 +349,7 @@ class Attempt:
                 asked[part] += part in lost or part in late
                 await self._ask_for_mean(part)
             if not wanted:
-                until = end if late else due
+                until = min(end, now + self._limits.silence_s) if late else due
                 await self._group.change(min(until, again_at) if elsewhere else until)
         return True
 
@@ -351,6 +357,11 @@ class Attempt:
     def _gone(self) -> set[str]:
         """The members that are dead as far as one can know."""
         return self._group.dead | self.ballots.missed_by_several() - {self._setup.me}
+
+    @property
+    def _unreached(self) -> set[str]:
+        """Those of them that nothing is sent to: who is only silent may have a thin line."""
+        return self._gone - (self._group.dead - self._group.left)
 
     def _lost(self) -> set[int]:
         """The shares whose reducer is gone, or sent a mean that is none."""
@@ -440,7 +451,7 @@ class Attempt:
     async def _tell_words(self) -> bytes:
         """Tell those near us which means we hold."""
         words = await self._group.compute(self._shares.words)
-        for peer in {*self._group.row, *self._group.opposite} - self._gone:
+        for peer in {*self._group.row, *self._group.opposite} - self._unreached:
             self._push(self._transport.send_words, peer, words, outlives=True)
         return words
 
@@ -451,8 +462,9 @@ class Attempt:
 
     async def _mean_of(self, peer: str, part: int) -> Mean | None:
         """The mean of a share as this member has it."""
-        wanted = peer, part, self._limits.silence_s
-        return await self._group.call(self._remaining_s(), self._transport.fetch_mean, *wanted)
+        wanted = peer, part, partial(self._group.heard, peer)
+        fetch, limit_s = self._transport.fetch_mean, self._remaining_s()
+        return await self._group.call_while_heard(limit_s, fetch, *wanted)
 
     def _all_heard(self) -> bool:
         """Whether the round is decided, or no further vote can come."""

@@ -5,7 +5,8 @@ Each may raise ConnectionError, and CallRefused for an answer that makes no sens
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, cast
 
 from hivemind.proto import runtime_pb2
@@ -35,16 +36,24 @@ class GroupCalls:
     async def push_mean(self, peer: str, mean: Mean) -> None:
         await self._push(peer, {"kind": "mean"} | about(self._members, mean), mean.payload)
 
-    async def fetch_mean(self, peer: str, part: int, stall_s: float) -> Mean | None:
-        """Ask a member for an averaged share; None if it has none. TimeoutError where nothing comes
-        for `stall_s`.
+    async def fetch_mean(self, peer: str, part: int, came: Callable[[], None]) -> Mean | None:
+        """Ask a member for an averaged share; None if it has none.
+
+        `came` is called for all that comes of it; nothing here ends where nothing does.
         """
         want = {"what": "mean", "group": self._group, "part": part}
-        limit_bytes = self._client.record_bytes
-        blob = await self._client.fetch(peer, want, limit_bytes=limit_bytes, stall_s=stall_s)
+        limit_bytes, chunks = self._client.record_bytes, list[bytes]()
+
+        def sink(chunk: bytes) -> None:
+            chunks.append(chunk)
+            came()
+
+        blob = await self._client.fetch(
+            peer, want, limit_bytes=limit_bytes, sink=sink, stall_s=math.inf
+        )
         if blob is None:
             return None
-        return mean_from(self._members, part, blob.facts, blob.data)
+        return mean_from(self._members, part, blob.facts, b"".join(chunks))
 
     async def fetch_record(self, peer: str, digest: str) -> bytes | None:
         want = {"what": "record", "digest": digest}

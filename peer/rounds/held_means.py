@@ -85,9 +85,14 @@ class HeldMeans:
         """Whether it is whole soon if it goes on like that; what has just begun may be."""
         if part not in self._began:
             return False
-        silence_s, now, began = self._setup.deadlines.silence_s, time.monotonic(), self._began[part]
+        now, began = time.monotonic(), self._began[part]
         soon = now - began <= self._share_here[part] * (self._due(part) - began) / 2
-        return now - self._came_at[part] < silence_s and (soon or now - began < silence_s)
+        return self.moves(part) and (soon or now - began < self._setup.deadlines.silence_s)
+
+    def moves(self, part: int) -> bool:
+        """Whether some of its bytes came of late, at whatever pace."""
+        silent_s = time.monotonic() - self._came_at.get(part, -math.inf)
+        return silent_s < self._setup.deadlines.silence_s
 
     def given_by(self, part: int, holder: str) -> None:
         """One that was asked gave it. The blame is its reducer's if that gives it to us itself, or

@@ -2,6 +2,11 @@
 deadline, and a member without a sign of life counts as dead. Apart from exchange.py, whose phases
 take all that for granted.
 
+A heartbeat waits in line behind all that its sender sent before: two peers have one connection,
+whose queue and windows take megabytes, and of a thin line that many share each gets little (27 s
+without a heartbeat were measured at 40 kB/s). So the bytes themselves are signs of life, too, and a
+silent member counts as dead only until it is heard again.
+
 What an attempt (exchange.py) wants of them is its own matter; nothing here knows what is exchanged.
 """
 
@@ -47,7 +52,9 @@ class LiveGroup:
             for peers in (grid.row(setup.me), grid.column(setup.me), grid.opposite(setup.me))
         )
         self.dial_out = tuple(peer for peer in self.row if peer in setup.clients)
-        self.dead: set[str] = set()
+        self.dead: set[str] = set()  # as it looks now
+        self.left: set[str] = set()  # of them those whose heartbeats ended: the others are silent
+        self._heard_at: dict[str, float] = {}  # when bytes came from a member last (monotonic)
         self._over = False
 
     def spawn(self, work: Awaitable[T], *, outlives: bool = False) -> asyncio.Task[T]:
@@ -77,32 +84,43 @@ class LiveGroup:
             self.spawn(self._watch(peer))
 
     async def _watch(self, peer: str) -> None:
-        """Count a member as dead when its heartbeats stop, whatever the reason.
+        """Count a member as dead while nothing comes from it, and when its heartbeats end.
 
         The silence is waited for in pieces: of a time in which this process stood still itself no
         more than a piece counts against others.
         """
         beats = aiter(self._transport.heartbeats(peer))
         beat: asyncio.Future[None] | None = None
-        silent = 0
+        silent, heard_at = 0, self._heard_at.get(peer)
         try:
-            while not self._over and silent < SILENT_PIECES:
+            while not self._over:
                 beat = beat or asyncio.ensure_future(anext(beats))
                 await asyncio.wait([beat], timeout=self._setup.deadlines.silence_s / SILENT_PIECES)
-                silent += 1
+                before, heard_at = heard_at, self._heard_at.get(peer)
+                silent = silent + 1 if heard_at == before else 0
                 if beat.done():
                     beat.result()
                     beat, silent = None, 0
-            if self._over:
-                return
-            logger.debug("%s counts as dead: it is silent", peer)
+                if silent == SILENT_PIECES:
+                    logger.debug("%s counts as dead: it is silent", peer)
+                    self.dead.add(peer)
+                    self.notify()
+                elif not silent and peer in self.dead:
+                    logger.debug("%s is heard again", peer)
+                    self.dead.remove(peer)
+                    self.notify()
         except (ConnectionError, asyncio.TimeoutError, StopAsyncIteration) as error:
             logger.debug("%s counts as dead: %r", peer, error)
+            self.dead.add(peer)
+            self.left.add(peer)
+            self.notify()
         finally:
             if beat is not None:
                 beat.cancel()
-        self.dead.add(peer)
-        self.notify()
+
+    def heard(self, peer: str) -> None:
+        """Bytes of the exchange came from a member."""
+        self._heard_at[peer] = time.monotonic()
 
     async def call(
         self, limit_s: float, function: Callable[..., Awaitable[T]], peer: str, *args: Any
@@ -122,6 +140,25 @@ class LiveGroup:
         except asyncio.TimeoutError:
             logger.debug("%s not reached within %.1f s", peer, limit_s)
             return None
+
+    async def call_while_heard(
+        self, limit_s: float, function: Callable[..., Awaitable[T]], peer: str, *args: Any
+    ) -> T | None:
+        """As `call`, but no longer than bytes come from the member (`heard`), in this call or in
+        another one: its answer waits in line behind what it sends us already.
+        """
+        asked_at, silence_s = time.monotonic(), self._setup.deadlines.silence_s
+        call = asyncio.ensure_future(self.call(limit_s, function, peer, *args))
+        try:
+            while not call.done():
+                silent_at = max(asked_at, self._heard_at.get(peer, asked_at)) + silence_s
+                if (left_s := silent_at - time.monotonic()) <= 0:
+                    logger.debug("%s gives nothing", peer)
+                    return None
+                await asyncio.wait([call], timeout=left_s)
+            return call.result()
+        finally:
+            call.cancel()
 
     async def compute(self, function: Callable[..., T], *args: Any) -> T:
         """Call a function in the pool, so that heartbeats go on meanwhile."""

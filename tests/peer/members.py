@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ LAYOUT = FlatLayout.of([("weight", (40, 30)), ("bias", (30,))])
 MANIFEST_DIGEST = "0" * 64
 EXCHANGE_S, VOTE_S, SILENCE_S = 2.0, 1.0, 0.5  # a busy machine stands still for a second
 PATIENT_S = 10.0  # where nobody fails nothing waits for its deadline
+DROP_S = 0.1  # between two pieces of what is fetched
 THIN_S, PIECES = 2.0, 10  # that a mean takes to a member with a thin link, in so many of them
 LIMIT_S = 30.0  # of a test's group
 
@@ -84,14 +86,15 @@ class Link:
         kind = f"mean{self._group.shares[mean.part].phase}"
         attempt = await self._to(peer, kind)
         with refused_as_lost():
-            for piece in range(PIECES if peer in self._group.thin else 0):
-                attempt.bytes_came(mean.part, "mean", piece + 1, PIECES)
-                await asyncio.sleep(THIN_S / PIECES)
+            with self._group.queued(self._me, peer):
+                for piece in range(PIECES if peer in self._group.thin else 0):
+                    attempt.bytes_came(self._me, mean.part, "mean", piece + 1, PIECES)
+                    await asyncio.sleep(self._group.thin_s / PIECES)
             await attempt.on_mean(self._me, self._group.falsified(self._me, peer, mean))
 
-    async def fetch_mean(self, peer: str, part: int, stall_s: float) -> Mean | None:
-        attempt = await asyncio.wait_for(self._to(peer, "fetch"), stall_s)
-        await self._comes_from(peer)
+    async def fetch_mean(self, peer: str, part: int, came: Callable[[], None]) -> Mean | None:
+        attempt = await self._to(peer, "fetch")
+        await self._comes_from(peer, came)
         mean = await attempt.checked_mean(part)
         return mean and self._group.falsified(peer, self._me, mean)
 
@@ -117,12 +120,18 @@ class Link:
     async def heartbeats(self, peer: str) -> AsyncIterator[None]:
         while True:
             await self._to(peer, "beat")
+            while self._group.queue[peer, self._me]:
+                await asyncio.sleep(0.02)
             yield
             await asyncio.sleep(0.02)
 
-    async def _comes_from(self, peer: str) -> None:
+    async def _comes_from(self, peer: str, came: Callable[[], None] = lambda: None) -> None:
         """While something comes all the time."""
-        await asyncio.sleep(LIMIT_S if peer in self._group.dripping else self._group.fetching_s)
+        takes_s = LIMIT_S if peer in self._group.dripping else self._group.fetching_s
+        ends_at = time.monotonic() + takes_s
+        while (left_s := ends_at - time.monotonic()) > 0:
+            came()
+            await asyncio.sleep(min(left_s, DROP_S))
 
     async def _to(self, peer: str, kind: str) -> Attempt:
         if {self._me, peer} & self._group.frozen:
@@ -199,7 +208,8 @@ class Group:
 
         Whoever is put into `frozen` neither answers nor is refused any more; who is `dripping`
         gives what is fetched by a byte now and then;
-        who is `thin` gets means slowly;
+        who is `thin` gets means slowly, each in `thin_s`, and heartbeats only where no mean of the
+        same sender is on its way to it: the `queue` holds how many are, by sender and receiver;
         who is `lying` answers what votes it holds with bytes that are none, and tells others words
         of no means. `falsify` is what a sender makes of a mean on its way to a receiver, signed by
         its reducer.
@@ -211,6 +221,8 @@ class Group:
         self.frozen: set[str] = set()
         self.dripping: set[str] = set()
         self.thin: set[str] = set()
+        self.thin_s = THIN_S
+        self.queue: Counter[tuple[str, str]] = Counter()
         self.lying: set[str] = set()
         self.falsify: Callable[[str, str, Mean], Mean] = lambda sender, receiver, mean: mean
         self.identities = sorted(identities, key=lambda identity: identity.peer_id)
@@ -274,6 +286,15 @@ class Group:
                 ballots=Ballots(identity=identity, ballot=ballot, save_vote=log.save_vote),
                 pool=self.pool,
             )
+
+    @contextmanager
+    def queued(self, sender: str, receiver: str) -> Generator[None]:
+        """While something is on its way, which a heartbeat of that sender waits for."""
+        self.queue[sender, receiver] += 1
+        try:
+            yield
+        finally:
+            self.queue[sender, receiver] -= 1
 
     def falsified(self, sender: str, receiver: str, mean: Mean) -> Mean:
         """What a receiver gets of a mean: what its reducer makes of it, signed by that."""

@@ -72,7 +72,7 @@ class FakeAttempt:
         self.error: Exception | None = None
         self.stranger: Exception | None = None
         self.taken: list[tuple[int, bytes]] = []
-        self.came: list[tuple[int, str, int, int]] = []
+        self.came: list[tuple[str, int, str, int, int]] = []
         self.forgotten = self.over = False
 
     def forget(self) -> None:
@@ -88,8 +88,8 @@ class FakeAttempt:
         if self.stranger is not None:
             raise self.stranger
 
-    def bytes_came(self, part: int, kind: str, count: int, size: int) -> None:
-        self.came.append((part, kind, count, size))
+    def bytes_came(self, peer: str, part: int, kind: str, count: int, size: int) -> None:
+        self.came.append((peer, part, kind, count, size))
 
     async def on_part(self, peer: str, part: int, payload: bytes) -> None:
         if self.error is not None:
@@ -151,7 +151,7 @@ def test_parts_that_come_are_counted_as_averaging(service: PeerService) -> None:
     assert counted(service.refused) == {}
     attempt: Any = service.attempts[b"g"]
     whole = CHUNK_BYTES + 5
-    came = [(0, "part", count, whole) for count in (0, CHUNK_BYTES, whole)]
+    came = [(PEER, 0, "part", count, whole) for count in (0, CHUNK_BYTES, whole)]
     assert attempt.came == came, "of a mean that others hold one must know it"
 
 

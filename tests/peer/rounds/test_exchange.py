@@ -178,7 +178,7 @@ def test_who_gives_its_mean_to_one_member_alone_is_missed_by_the_others_and_not_
     def passes(sender: str, receiver: str, kind: str) -> bool:
         if drops and sender == keeper and kind.startswith("mean"):
             part = group.part(int(kind.removeprefix("mean")), keeper)
-            group.attempts[receiver].bytes_came(part, "mean", 1, 1000)
+            group.attempts[receiver].bytes_came(keeper, part, "mean", 1, 1000)
         if kind == "fetch" and receiver == keeper:
             return False  # it has it, and gives it nobody
         return sender != keeper or (

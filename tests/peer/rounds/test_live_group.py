@@ -6,15 +6,17 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from dilocox.dht.identity import Identity
-from dilocox.dht.rpc import CallRefused
+from dilocox.dht.rpc import Blob, CallRefused
+from dilocox.peer.rounds.group_calls import GroupCalls
 from dilocox.peer.rounds.live_group import LiveGroup
 from tests.peer.members import Group, everything
 
@@ -86,6 +88,85 @@ def test_who_is_silent_is_dead_but_not_for_a_time_in_which_this_process_stood_st
         group.cancel()
 
     asyncio.run(go())
+
+
+def test_who_sends_other_bytes_lives_though_its_heartbeats_wait_behind_them(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    """On one connection all waits in one line: by silence alone a thin line looked dead."""
+
+    async def go() -> None:
+        group = live_group(identities, tmp_path, Beating(), silence_s=0.4)
+        (peer,) = group.others
+        group.watch_neighbours()
+        ends_at = time.monotonic() + 1.2
+        while time.monotonic() < ends_at:
+            group.heard(peer)
+            await asyncio.sleep(0.05)
+            assert not group.dead
+        for _ in range(2):  # it is silent, and again after it was heard once more
+            assert await group.until(lambda: group.dead == {peer}, time.monotonic() + 10)
+            assert not group.left
+            group.heard(peer)
+            assert await group.until(lambda: not group.dead, time.monotonic() + 10)
+        group.cancel()
+
+    asyncio.run(go())
+
+
+def test_who_ends_its_heartbeats_has_left(identities: list[Identity], tmp_path: Path) -> None:
+    class Leaving(Beating):
+        async def heartbeats(self, peer: str) -> AsyncIterator[None]:
+            yield
+
+    async def go() -> None:
+        group = live_group(identities, tmp_path, Leaving())
+        group.watch_neighbours()
+        assert await group.until(lambda: group.left == set(group.others), time.monotonic() + 10)
+        assert group.dead == group.left
+        group.cancel()
+
+    asyncio.run(go())
+
+
+def test_an_answer_is_waited_for_while_anything_comes_from_the_one_that_was_asked(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    """It waits in line behind what that sends already; of one that sends nothing it never comes."""
+
+    async def answer(peer: str, after_s: float) -> str:
+        await asyncio.sleep(after_s)
+        return peer
+
+    async def go() -> None:
+        group = live_group(identities, tmp_path, Beating(), silence_s=0.4)
+        (peer,) = group.others
+        began = time.monotonic()
+        assert await group.call_while_heard(20.0, answer, peer, 10.0) is None
+        assert 0.4 <= time.monotonic() - began < 5.0
+        asking = asyncio.ensure_future(group.call_while_heard(20.0, answer, peer, 1.2))
+        while not asking.done():
+            group.heard(peer)
+            await asyncio.sleep(0.05)
+        assert await asking == peer
+        assert await group.call_while_heard(0.1, answer, peer, 10.0) is None
+
+    asyncio.run(go())
+
+
+def test_of_a_mean_that_is_fetched_every_chunk_is_told() -> None:
+    came: list[str] = []
+
+    async def fetch(peer: str, want: object, *, sink: Callable[[bytes], None], **_: object) -> Blob:
+        for chunk in (b"ab", b"cd"):
+            sink(chunk)
+        return Blob(facts={"contributors": b"\x01", "signature": b"signed"}, data=b"")
+
+    client = SimpleNamespace(record_bytes=100, fetch=fetch)
+    calls = GroupCalls(cast("Any", client), b"g", ("a", "b"))
+    mean = asyncio.run(calls.fetch_mean("b", 3, lambda: came.append("chunk")))
+    assert mean is not None and (mean.part, mean.payload) == (3, b"abcd")
+    assert came == ["chunk", "chunk"]
 
 
 def test_a_call_that_fails_makes_no_sense_or_takes_too_long_only_means_that_nobody_was_reached(

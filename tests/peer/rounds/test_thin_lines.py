@@ -1,0 +1,68 @@
+"""An exchange over lines on which bytes take long: who is slow is not taken for dead."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from dilocox.dht.identity import Identity
+from tests.peer.members import EXCHANGE_S, PATIENT_S, SILENCE_S, Group, record_of
+
+pytestmark = pytest.mark.usefixtures("no_fault_of_ours")
+
+
+def test_means_that_take_longer_than_a_silence_may_and_hold_up_all_heartbeats_are_waited_for(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    """They are on their way in the last part of the phase, too, and are then asked of nobody: the
+    lines would have to bear them twice."""
+    asked: list[str] = []
+
+    def passes(sender: str, receiver: str, kind: str) -> bool:
+        asked.extend([receiver] * (kind == "fetch"))
+        return True
+
+    group = Group(identities[:4], tmp_path, passes=passes, silence_s=1.5, exchange_s=7.5)
+    group.thin, group.thin_s = set(group.peers), 6.2
+    results = asyncio.run(group.run())
+    record_of(group, results)
+    assert not asked
+    assert not any(result.missed for result in results if result)
+
+
+def test_a_member_that_is_only_silent_still_gets_the_means(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    silent = sorted(identities[:4], key=lambda each: each.peer_id)[0].peer_id
+
+    def passes(sender: str, receiver: str, kind: str) -> bool:
+        return sender != silent or kind not in ("fetch", "record")
+
+    group = Group(
+        identities[:4],
+        tmp_path,
+        passes=passes,
+        scheme="low_rank",
+        clients=frozenset({0}),  # it averages nothing that the others would lack
+        silence_s=SILENCE_S,
+        exchange_s=PATIENT_S,
+        computing_s=0.5,  # each in turn: by then it looks dead to the others
+    )
+    for peer in group.peers[1:]:
+        group.queue[silent, peer] = 1  # its heartbeats come no sooner than the end
+    record_of(group, asyncio.run(group.run()))
+
+
+def test_means_that_nobody_holds_but_their_reducers_are_asked_for_before_the_time_is_over(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    """Nobody could tell that it has them all."""
+
+    def passes(sender: str, receiver: str, kind: str) -> bool:
+        return kind != "mean0" or sender not in keepers
+
+    group = Group(identities[:4], tmp_path, passes=passes, exchange_s=2 * EXCHANGE_S)
+    keepers = set(group.grid.rows[0][:2])
+    record_of(group, asyncio.run(group.run()))

@@ -47,6 +47,7 @@ STOP_GRACE_S = 1.0
 # By p2pd's default 512 are too many, so that it closes half, and first those that others dialled: a
 # bootstrap of a large swarm would lose them every two minutes, the only way to a peer behind a NAT
 MOST_CONNECTIONS = 8192
+MOST_OF_A_PEER = 2048  # anybody may open one, and each takes memory
 LOOPBACK = ("127.", "::1", "localhost")
 
 
@@ -142,7 +143,7 @@ class DaemonOwner:
 
     async def _new_p2pd(self) -> P2P:
         options = self._options
-        with _starting_as_we_want():
+        with _starting_as_we_want(MOST_CONNECTIONS if options.keeps_all else MOST_OF_A_PEER):
             return await P2P.create(
                 initial_peers=options.reachable or None,
                 announce_maddrs=options.announce or None,
@@ -289,15 +290,15 @@ class DaemonOwner:
 
 
 @contextlib.contextmanager
-def _starting_as_we_want() -> Generator[None, None, None]:
-    """Start p2pd so that it keeps as many connections as it has files for, and the kernel kills it
-    when this thread is gone, however that came about.
+def _starting_as_we_want(most_connections: int) -> Generator[None, None, None]:
+    """Start p2pd so that it keeps so many connections, or as many as it has files for, and the
+    kernel kills it when this thread is gone, however that came about.
 
     hivemind offers no way to pass flags or a hook on; so its call is caught, in this child only.
     """
     original: Any = asyncio.subprocess.create_subprocess_exec
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    high = MOST_CONNECTIONS
+    high = most_connections
     if files != resource.RLIM_INFINITY:  # a stream of a connection is one, too
         high = min(high, files // 2)
     limits = f"-connLo={high // 2}", f"-connHi={high}"

@@ -37,7 +37,7 @@ HEAL_LIMIT_S = 30.0
 LAST_STEP_S = 5.0  # what the step in flight may still take in any case when this peer is to stop
 STALL_LIMIT_S = 120.0  # an inner step in which nothing moves for so long, or for ten steps' time
 STALLS = 2  # in one inner step, then its members are let go
-SLOW_LINK = 0.5e6  # bytes a second of a line that was not measured
+SLOW_LINK = 0.5e6  # bytes a second: no loss is waited for as over a slower line
 EVALUATED_BYTES = 1 << 29  # on their way through a replica at once, or one batch
 SKIPPED = 40  # inner steps in a row, then the same: more than a loss scale of float16 is halved
 MOVES = frozenset({"gradient", "sum"})  # what an inner step comes nearer its end by
@@ -147,10 +147,12 @@ class Head:
         return self._replica is not None and self._anchor_rounds <= {round_number}
 
     def anchors_now_at(self, round_number: int) -> bool:
-        """Whether all members say now that their anchors are of this round; asks them."""
+        """Whether all members that answer say that their anchors are of this round. An evaluation
+        finds those that do not answer, and replaces them.
+        """
         peers = () if self._replica is None else self._replica.others.values()
         answers = self._recruiter.ask_all(peers, "ping")
-        rounds = {answer and answer.frame.facts.get("round") for answer in answers.values()}
+        rounds = {answer.frame.facts.get("round") for answer in answers.values() if answer}
         return rounds <= {round_number}
 
     # ---- forming ---------------------------------------------------------------------------------
@@ -211,7 +213,8 @@ class Head:
         """What links may take to stand, as members may be in the middle of a forward or backward;
         those of a new replica are not.
         """
-        return min(2 * self._slowest_s, LONGEST_OPENING_S)
+        slowest_s = min(self._slowest_s, self.step_s)  # others state theirs, as below
+        return min(2 * slowest_s, LONGEST_OPENING_S)
 
     def _begin_epoch(self, replica: Replica) -> set[int] | None:
         """Assign the members and wait until the chain stands; the stages that failed.
@@ -409,7 +412,7 @@ class Head:
         line_s = frame_bytes / self._slowest_link if self._slowest_link > 0 else 0.0
         hops = self._num_stages - 1
         limit_s = STALL_LIMIT_S * max(1.0, self._num_stages / 2)
-        limit_s += 2 * hops * (line_s or frame_bytes / SLOW_LINK)
+        limit_s += 2 * hops * frame_bytes / max(self._slowest_link, SLOW_LINK)
         most, due = min(hops + 1, max(1, EVALUATED_BYTES // frame_bytes)), moved_at
         try:
             with self._member.in_place():

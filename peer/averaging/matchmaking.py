@@ -117,7 +117,8 @@ def _follow_patiently(matchmaking: Any, keys: PlanKeys, told_s: float) -> None:
             super().set()
 
     async def following(leader: PeerID) -> Any:
-        if leader in asking or not keys.may_lead(str(leader)):  # it may be sent on to anybody
+        # it may be sent on to anybody, and late
+        if over or leader in asking or not keys.may_lead(str(leader)):
             return None
         asking.add(leader)
         matchmaking.request_timeout = answers_s

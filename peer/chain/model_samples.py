@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 SHARE = 0.05  # of one processor
 LIMIT_S = 900.0  # of one child
 LEAVE_LIMIT_S = 10.0
+LAST_AGAIN_S = 3600.0  # until the question for the finished model's answer that failed comes again
 # on a machine whose processors are all taken a tenth of one; at 19 it would be a hundredth, and no
 # child would end within its deadline
 EXPENDABLE = '{ echo 1000 > /proc/self/oom_score_adj; } 2>/dev/null; exec "$0" "$@"'
@@ -83,8 +84,11 @@ class Sampler:
         spec, newest = manifest.samples, self._history.newest(1)
         if not spec.prompt or not newest or (row := newest[0]).round < 0:
             return
-        every = 1 if manifest.ended_at(row.tokens) else spec.every
-        if any(row.round < each.round + every for each in self._before(spec.prompt)):
+        ended = manifest.ended_at(row.tokens)
+        every = 1 if ended else spec.every
+        # no round comes after the last one, with which its question would come again
+        before = self._before(spec.prompt, now - LAST_AGAIN_S if ended else 0.0)
+        if any(row.round < each.round + every for each in before):
             return
         self._asked = ModelSample(row.round, row.rules, row.tokens, round(now, 2), spec.prompt)
         words = ("--tokens", str(spec.tokens), "--seed", "0", "--log-level", "error")
@@ -96,12 +100,13 @@ class Sampler:
         env = {"OMP_NUM_THREADS": "1", "TMPDIR": self._place.name}
         self._child = start_process((*self._python, *command), self._output, env=env)
 
-    def _before(self, prompt: str) -> list[ModelSample]:
-        """The last answer to this prompt, and the last question, of rounds that count."""
+    def _before(self, prompt: str, since: float) -> list[ModelSample]:
+        """The last answer to a prompt, and the last question since then, of rounds that count."""
         kept, asked = self._history.newest_sample(prompt), self._asked
         found = [] if kept is None else [kept]
-        counts = asked is not None and self._history.counts(asked.rules, asked.round)
-        return [*found, asked] if asked and counts and asked.prompt == prompt else found
+        if asked is None or asked.prompt != prompt or asked.at < since:
+            return found
+        return [*found, asked] if self._history.counts(asked.rules, asked.round) else found
 
     def _look(self, child: Child) -> None:
         if child.returncode is None and time.monotonic() - self._began <= LIMIT_S:

@@ -306,13 +306,18 @@ class _Download:
 
     async def run(self, found: dict[int, AnchorPlace]) -> list[AnchorPlace]:
         stages = range(self.joined.manifest.stages)
-        give_up = math.inf
+        give_up, last = math.inf, dict[int, AnchorPlace]()  # of each stage, as it was taken
         if len(found) == len(stages):  # somebody must be asked whether they are the newest
             del found[0]
         while True:
-            for stage in stages:
-                if stage not in found:
-                    found[stage] = await self._next(stage, [*found.values()])
+            try:
+                for stage in stages:
+                    if stage not in found:
+                        found[stage] = await self._next(stage, [*found.values()])
+            except EnvironmentFault:
+                if len(last) < len(stages):
+                    raise
+                return self._different(last | found)
             give_up = min(give_up, self.deadline, time.monotonic() + self.patience.common_s)
             oldest = min(place.round for place in found.values())
             for stage in stages:
@@ -326,11 +331,16 @@ class _Download:
             else:
                 return [found[stage] for stage in stages]
             if time.monotonic() > give_up:
-                rounds = ", ".join(str(found[stage].round) for stage in stages)
-                logger.warning("the anchors of the stages are of different rounds: %s", rounds)
-                return [found[stage] for stage in stages]
+                return self._different(found)
             await asyncio.sleep(self.patience.look_s)
+            last = found
             found = {stage: place for stage, place in found.items() if place.round > oldest}
+
+    def _different(self, found: Mapping[int, AnchorPlace]) -> list[AnchorPlace]:
+        places = [found[stage] for stage in sorted(found)]
+        rounds = ", ".join(str(place.round) for place in places)
+        logger.warning("the anchors of the stages are of different rounds: %s", rounds)
+        return places
 
     async def _next(self, stage: int, before: Sequence[AnchorPlace]) -> AnchorPlace:
         """The anchor of the round of the one that came last, if it is to be had; else the newest.

@@ -58,7 +58,7 @@ from dilocox.peer.state_folder import StateFolder
 
 logger = logging.getLogger(__name__)
 
-ANSWER_LIMIT_S = 30.0  # the figures of a large run are tens of kB, and some lines thin
+ANSWER_LIMIT_S = 15.0  # the figures of a large run are tens of kB, and some lines thin
 LOOKS_LATE_S = 60.0  # without a look for so long, it hangs
 # What it does less often than it looks:
 SAVE_S = 60.0  # write what it learnt

@@ -390,7 +390,7 @@ def run_peer(options: PeerOptions) -> int:
             start_again()
         except AdmissionLapsed as error:  # a new process finds it renewed
             logger.warning("%s; this peer looks again every %.0f s", error, RENEWED_LOOK_S)
-            if stop.event.wait(RENEWED_LOOK_S):
+            if stop.event.wait(RENEWED_LOOK_S) and stop.asked:  # else it is to rest
                 logger.info("left: stopped on request")
                 return 0
             start_again()

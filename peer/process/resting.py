@@ -179,9 +179,12 @@ def rest_watch(
             except Exception:  # else the volunteer's limits would hold no more
                 logger.exception("whether to rest is not known: looking again")
                 continue
-            if rest is not None and not stop.event.is_set():
+            if rest is None:
+                continue
+            patient = rest.reason in CAN_WAIT
+            if not stop.event.is_set() or (stop.patient and not patient):
                 logger.info("leaving to rest: %s", rest.words)
-                stop.leave(patient=rest.reason in CAN_WAIT)
+                stop.leave(patient=patient)
 
     thread = threading.Thread(target=watch, name="rest", daemon=True)
     thread.start()

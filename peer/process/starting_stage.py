@@ -37,6 +37,7 @@ def chosen_stage(options: PeerOptions, joined: Joined, folder: StateFolder) -> i
     if named is not None:
         return named
     if (before := stage_of_before(folder, joined.run, stages)) is not None:
+        announce_joining(joined, options, before)  # or spares would move to where nobody seems left
         return before
     time.sleep(random.uniform(0, JITTER_S))
     me = joined.identity.peer_id

@@ -315,8 +315,7 @@ class Attempt:
         if setup.collector(setup.column_of(mean.part)) != setup.me:
             return
         for peer in {*self._group.row, *(self._group.column if made else ())} - self._unreached:
-            # a member with a slow link still needs it when the others have all and the round is
-            # decided
+            # who has a slow link needs it also when the others have all and the round is decided
             self._push(self._transport.push_mean, peer, mean, outlives=True)
 
     async def _collect(self, phase: int) -> bool:
@@ -327,9 +326,10 @@ class Attempt:
         (starts, due), end = self._spans[phase], self._end
         if ends_all := due == end:
             due = starts + (end - starts) * MEANS_SHARE
-        asked, again_at = Counter[int](), 0.0
+        asked, asked_late, again_at = Counter[int](), set[int](), 0.0
         while missing := self._shares.missing(phase):
             lost = missing & self._lost()
+            asked = Counter({part: asked[part] for part in lost})  # whose reducer is heard again: 0
             hopeless = any(asked[part] >= FETCH_ROUNDS for part in lost)
             if hopeless or self.ballots.decision.verdict is Verdict.VOID:
                 return False
@@ -339,15 +339,16 @@ class Attempt:
                 return False
             late = missing if now >= due else set[int]()
             moving = {part for part in late if ends_all and self._held.moves(part)}
-            wanted = {part for part in late - moving if not asked[part]}
+            wanted = late - moving - asked_late
             # not at once again: what its reducer gave others may still be on its way to them
             elsewhere = lost | (missing & self._cut_off())
             if now >= again_at and elsewhere:
                 again_at = now + self._limits.silence_s / 2
                 wanted |= elsewhere
             for part in sorted(wanted):
-                asked[part] += part in lost or part in late
+                asked[part] += part in lost
                 await self._ask_for_mean(part)
+            asked_late |= wanted & late
             if not wanted:
                 until = min(end, now + self._limits.silence_s) if late else due
                 await self._group.change(min(until, again_at) if elsewhere else until)

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 LEAVE_LIMIT_S = 6.0  # how long a leaving peer waits for the exchange in flight
 LEAVE_BYTES_PER_S = 50e6  # an outer step goes over anchor and momentum faster, where a peer leaves
-LEAVE_AT_MOST_S = 120.0  # a service has seven minutes: as long for its step, and the snapshot
+LEAVE_AT_MOST_S = 120.0  # a service has six minutes: one for its step, and the snapshot
 HAND_ON_LIMIT_S = 15.0  # and for somebody to take its last record
 SAVE_SOON_AT, SAVE_AT = 0.5, 0.75  # of what the log keeps, applied since the last snapshot
 BUFFERS_LIMIT_S = 300.0  # how long an outer step, or a state from the disk, may take

@@ -33,7 +33,7 @@ from dilocox.peer.training.inner_optimizer import learning_rate
 from dilocox.peer.training.loop import POLL_S, Learner, Move, Revised
 from dilocox.peer.training.report import LoopMeter
 from dilocox.pipeline.candidates import unfilled
-from dilocox.pipeline.head import Head, rest_of_step_s
+from dilocox.pipeline.head import LAST_STEP_S, Head, rest_of_step_s
 from dilocox.pipeline.member import Follower, Member
 from dilocox.pipeline.messages import Stepped
 from dilocox.pipeline.partition import hidden_size
@@ -46,9 +46,14 @@ LAST_LOSS_PAUSE_S = 0.5
 NO_TEXT_S, LATE_TEXT_S = 10.0, 120.0
 NO_TEXT = "the text of its part of the data is not here yet"
 PAUSED = "the operator has paused the run"
-HANDOVER_LIMIT_S = 120.0  # how long a leaving peer waits for the end of its inner step, at most
+# How long a leaving peer waits for the end of its inner step, at most: a machine that shuts down
+# gives a user's services two minutes, and the snapshot comes after it.
+HANDOVER_LIMIT_S = 60.0
 REST_LIMIT_S = 1800.0  # the same, where it leaves for what can wait
-LAST_LOSS_LIMIT_S = 900.0  # as long at most the last validation waits for all stages' last records
+# As long at most the last validation waits for all stages' last records: members without work give
+# their head up after five minutes, and a stage whose last round was void needs one more, which
+# begins when no head is there any more.
+LAST_LOSS_LIMIT_S = 240.0
 
 
 class Leading:
@@ -129,7 +134,7 @@ class Leading:
             self._learner.stand_still()
             return
         self._inner_step()
-        if self._head.members:
+        if self._head.members and not self._stop.is_set():
             self._validate()
         self._show_replica()
 
@@ -361,7 +366,10 @@ class Serving:
             end = min(end, now + left_s)
             if now >= end:
                 break
-            self._take(self._follower.turn(POLL_S))
+            stepped = self._follower.turn(POLL_S)
+            self._take(stepped)
+            if stepped is not None:  # the head may have had this peer's sum before it was to leave
+                end = min(end, now + LAST_STEP_S)
         self._follower.leave()
         self._show_replica()
 

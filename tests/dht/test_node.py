@@ -191,7 +191,7 @@ def test_no_node_closes_the_connections_of_a_large_swarm(first: Node, second: No
     """By default each would from 512 on, half of them. Of a flag that is given twice p2pd takes the
     last one."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = min(8192, files // 2)
+    most = min(2048, files // 2)
     for opened in (first, second):
         given = Path(f"/proc/{opened[0].p2pd_pid}/cmdline").read_text().split("\0")
         limits = [flag for flag in given if flag.startswith(("-connLo=", "-connHi="))]

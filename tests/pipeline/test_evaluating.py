@@ -76,8 +76,26 @@ class TestEvaluating:
         peers[1].reservation.open({"round": 3})
         assert swarm.leader.head.anchors_now_at(3)
         assert not swarm.leader.head.anchors_now_at(2)
-        swarm.wires.kill("2a", flushed=True)
-        assert not swarm.leader.head.anchors_now_at(3)
+
+    def test_a_member_that_does_not_answer_keeps_no_evaluation_from_being_tried(self) -> None:
+        """Else nobody found that it is gone, and the run's last loss was waited for in vain."""
+        swarm = Swarm(PLAN, spares=1)
+        leader = swarm.leader
+        leader.form()
+        leader.step(BATCHES[0])
+        swarm.settle()
+        for peer in swarm.alive:
+            peer.reservation.open({"round": 0})
+        _, answers, silent = leader.members
+        swarm.wires.kill(silent, flushed=True)
+        swarm.peers[answers].reservation.open({"round": 1})
+        assert not leader.head.anchors_now_at(0)
+        swarm.peers[answers].reservation.open({"round": 0})
+        assert leader.head.anchors_now_at(0)
+        assert leader.head.evaluate(VALIDATION) is None
+        assert leader.members[1] == answers and leader.members[2] != silent
+        assert leader.head.anchors_now_at(0)
+        assert leader.head.evaluate(VALIDATION) == pytest.approx(self.expected())
 
     @pytest.mark.parametrize("seed", range(5))
     def test_late_answers_belong_to_no_later_evaluation(self, seed: int) -> None:
@@ -149,6 +167,7 @@ class TestEvaluating:
     ) -> None:
         """All at once they would fill somebody's memory, and the first loss is long in coming."""
         line_s, frame_bytes = 20.0, 4 * VALIDATION[0][:, 1:].numel() * 16
+        monkeypatch.setattr(head, "SLOW_LINK", frame_bytes / line_s)
         monkeypatch.setattr(head, "EVALUATED_BYTES", 5 * frame_bytes // 2)
         swarm = Swarm(PLAN)
         swarm.leader.form()
@@ -169,6 +188,28 @@ class TestEvaluating:
         first, second = times  # and no third one while these two are on their way
         assert line_s <= second - first < line_s + 1
         assert swarm.wires.now - first >= 1.5 * STALL_LIMIT_S + 2 * 2 * line_s
+        swarm.peers["2a"].busy = False
+        assert swarm.leader.head.evaluate(VALIDATION) == pytest.approx(self.expected())
+
+    def test_a_speed_that_a_member_states_has_nobody_wait_longer_than_for_a_slow_line(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        line_s, frame_bytes = 20.0, 4 * VALIDATION[0][:, 1:].numel() * 16
+        monkeypatch.setattr(head, "SLOW_LINK", frame_bytes / line_s)
+        swarm = Swarm(PLAN)
+        swarm.leader.form()
+        swarm.peers["2a"].box.measured = LinkFacts(received_bytes_per_s=1e-300)
+        swarm.leader.step(BATCHES[0])
+        swarm.settle()
+        swarm.peers["2a"].busy, start, before = True, swarm.wires.now, swarm.wires.pass_time
+        longest_s = 1.5 * STALL_LIMIT_S + 2 * 2 * line_s
+
+        def passes(seconds: float) -> None:
+            before(seconds)
+            assert swarm.wires.now - start < longest_s + 1, "it waits without end"
+
+        swarm.wires.pass_time = passes
+        assert swarm.leader.head.evaluate(VALIDATION) is None
         swarm.peers["2a"].busy = False
         assert swarm.leader.head.evaluate(VALIDATION) == pytest.approx(self.expected())
 

@@ -324,6 +324,28 @@ class TestFaultsOfLinks:
         assert leader.step(BATCHES[2]) is None
         assert swarm.wires.now - start < STALLS * STALL_LIMIT_S + 60
 
+    def test_a_time_that_a_member_states_gives_links_no_longer_than_two_inner_steps(self) -> None:
+        swarm = that_trains(spares=1)
+        leader, openings = swarm.leader, list[object]()
+        last, start, before = swarm.peers[leader.members[2]], swarm.wires.now, swarm.wires.pass_time
+        last.worker.__class__ = type("Liar", (StageWorker,), {"compute_s": 1e300})
+
+        def computes(seconds: float) -> None:
+            before(seconds)
+            last.busy = swarm.wires.now - start < 20.0
+
+        def asked(_: str, __: str, frame: Frame) -> None:
+            openings.extend([frame.facts["opening_s"]] if frame.kind == "assign" else [])
+
+        last.busy, swarm.wires.pass_time, swarm.wires.on_request = True, computes, asked
+        assert leader.step(BATCHES[1]) is not None
+        step_s = leader.head.step_s
+        swarm.settle()
+        swarm.wires.kill(leader.members[1], flushed=False)
+        assert leader.step(BATCHES[2]) is not None
+        assert step_s >= 20.0
+        assert openings == [2 * step_s] * 2  # of both members
+
     def test_where_there_are_no_others_those_will_do(self) -> None:
         swarm = that_trains()
         leader = swarm.leader

@@ -221,19 +221,20 @@ def test_members_that_are_in_the_middle_of_a_long_piece_are_waited_for(
     monkeypatch.setattr(StageWorker, "compute_s", property(lambda _: 20.0))
     swarm = Swarm(PLAN, spares=1)
     swarm.leader.form()
-    assert swarm.leader.step(BATCHES[0]) is not None
-    swarm.settle()
     first, last = (swarm.peers[name] for name in swarm.leader.members[1:])
     [spare] = [name for name in ("2a", "2b") if name != last.me]
-    swarm.wires.kill(spare, flushed=False)
-    swarm.wires.kill(first.me, flushed=False)
-    last.busy, start, before = True, swarm.wires.now, swarm.wires.pass_time
+    until, before = swarm.wires.now + 20.0, swarm.wires.pass_time
 
     def computes(seconds: float) -> None:
         before(seconds)
-        last.busy = swarm.wires.now - start < 35.0
+        last.busy = swarm.wires.now < until
 
-    swarm.wires.pass_time = computes
+    last.busy, swarm.wires.pass_time = True, computes
+    assert swarm.leader.step(BATCHES[0]) is not None
+    swarm.settle()
+    swarm.wires.kill(spare, flushed=False)
+    swarm.wires.kill(first.me, flushed=False)
+    last.busy, until = True, swarm.wires.now + 35.0
     assert swarm.leader.step(BATCHES[1]) is not None
     assert swarm.leader.members[2] == last.me
     assert len(swarm.leader.peer.telling("healed")) == 1

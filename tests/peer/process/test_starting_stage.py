@@ -143,6 +143,14 @@ def test_a_peer_takes_its_stage_of_before_else_the_one_with_the_fewest_and_notes
     assert folder.noted_stage(RUN) == chosen
 
 
+def test_who_comes_back_says_so_at_once(folder: StateFolder) -> None:
+    """Its own records come a while later: else spares would move to where nobody seems left."""
+    folder.note_stage(RUN, 1)
+    looks = Looks(peers(1, 0, 3))
+    assert chosen_stage(asked("auto"), joined(looks), folder) == 1
+    assert looks.told == [(1, "joining")]
+
+
 def test_own_records_of_before_and_of_peers_that_left_count_for_nobody(
     folder: StateFolder,
 ) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.training import roles
 from dilocox.pipeline.frames import Frame
+from dilocox.pipeline.member import STALL_LIMIT_S
 from dilocox.pipeline.messages import Stepped
 from tests.clocks import TestClock
 from tests.peer.leading import FakeCorpus, Leader, leader
@@ -439,9 +440,17 @@ def test_other_stages_may_have_their_last_records_as_late_as_a_send_takes(
     assert led.head.evaluated == [4]  # not a large frame before
 
 
+@pytest.mark.parametrize(("outcome_limit_s", "longest_s"), [(60.0, 60.0), (7200.0, 240.0)])
 def test_the_wait_for_the_last_loss_has_an_end(
-    led: Leader, clock: TestClock, monkeypatch: pytest.MonkeyPatch
+    led: Leader,
+    clock: TestClock,
+    monkeypatch: pytest.MonkeyPatch,
+    outcome_limit_s: float,
+    longest_s: float,
 ) -> None:
+    """Before members without work give their head up, however long an exchange may take."""
+    assert longest_s < STALL_LIMIT_S
+    led.loop.fake.outcome_limit_s, began = outcome_limit_s, clock.now
     monkeypatch.setattr(roles, "LAST_LOSS_PAUSE_S", 0.0)
     merged(led, 0, mine=True)
 
@@ -451,6 +460,7 @@ def test_the_wait_for_the_last_loss_has_an_end(
 
     led.head.evaluate = none_for_ever  # type: ignore[method-assign]
     led.role.release(ended=True)
+    assert clock.now - began == pytest.approx(longest_s, abs=1.0)
     assert led.head.dissolved == 1
     assert len(losses(led)) == 1
 
@@ -459,6 +469,19 @@ def test_a_head_that_is_told_to_leave_lets_its_replica_go_at_once(led: Leader) -
     merged(led, 0, mine=True)
     led.role.release(ended=False)
     assert (led.head.evaluated, led.head.dissolved) == ([], 1)
+
+
+def test_who_is_to_leave_begins_no_validation_after_its_inner_step(led: Leader) -> None:
+    merged(led, 0, mine=True)
+    step = led.head.step
+
+    def last_step(batch: Sequence[Tensor], learning_rate: float) -> Stepped | None:
+        led.loop.stop.set()
+        return step(batch, learning_rate)
+
+    led.head.step = last_step  # type: ignore[method-assign]
+    led.role.turn()
+    assert (len(led.head.fed), led.head.evaluated) == (1, [])
 
 
 # ---- data ----------------------------------------------------------------------------------------

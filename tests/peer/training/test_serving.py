@@ -17,6 +17,7 @@ from dilocox.peer.training import roles
 from dilocox.peer.training.loop import Move
 from dilocox.peer.training.roles import Serving
 from dilocox.pipeline.frames import Frame
+from dilocox.pipeline.head import LAST_STEP_S
 from dilocox.pipeline.member import Follower, Member
 from dilocox.pipeline.messages import Stepped
 from dilocox.pipeline.reservation import Assignment, Reservation
@@ -347,6 +348,32 @@ def test_a_leaver_waits_for_the_end_of_its_step_where_that_is_near(
     assert served.loop.meter.inner_step == (2 if waited > took_s - 4 else 1)
     assert (served.follower.head, served.follower.left) == ("", 1)
     assert served.loop.fake.status.head == ""
+
+
+def test_a_leaver_whose_head_goes_on_after_its_step_does_not_stay_for_another_one(
+    served: Server, clock: TestClock
+) -> None:
+    """The head had its sum of that step before it was to leave, so that nobody replaces it."""
+    served.follower.head = HEAD
+    served.role.turn()
+    ends = clock.now + 50.0
+
+    def turn(wait_s: float) -> Stepped | None:
+        nonlocal ends
+        clock.now += 1.0
+        if clock.now < ends:
+            return None
+        ends += 50.0
+        return STEPPED
+
+    served.follower.turn = turn  # type: ignore[method-assign]
+    while served.loop.meter.inner_step == 0 or clock.now < ends - 10.0:
+        served.role.turn()
+    end = ends
+    served.role.release(ended=False)
+    assert served.loop.meter.inner_step == 2
+    assert clock.now - end == pytest.approx(LAST_STEP_S, abs=1.0)
+    assert served.follower.left == 1
 
 
 def test_a_spare_leaves_at_once(served: Server) -> None:

@@ -67,7 +67,7 @@ def test_our_containers_are_bounded_and_have_time_to_leave(name: str) -> None:
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert service["tmpfs"] == ["/tmp"]
-    assert int(service["stop_grace_period"].removesuffix("s")) >= 420
+    assert int(service["stop_grace_period"].removesuffix("s")) >= 360
     assert "privileged" not in service
 
 

@@ -234,6 +234,7 @@ class Members:
         averager = _CountedAverager(
             sent_before=sent_before, stood_at=stood_at, local=local, buffers=buffers
         )
+        averager.begin()
         return _Member(local, buffers, sent_before, stood_at, averager)
 
     def _exchange(

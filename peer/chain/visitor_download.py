@@ -257,6 +257,10 @@ class OtherRound(ConnectionError):
     """The peer cannot give the anchor of that round."""
 
 
+class NotInTime(EnvironmentFault):
+    """Nobody gave a stage's anchor within the time; a full disk is another fault."""
+
+
 def download_anchors(
     joined: Joined,
     take: Callable[[StageAnchor], None],
@@ -314,7 +318,7 @@ class _Download:
                 for stage in stages:
                     if stage not in found:
                         found[stage] = await self._next(stage, [*found.values()])
-            except EnvironmentFault:
+            except NotInTime:
                 if len(last) < len(stages):
                     raise
                 return self._different(last | found)
@@ -366,7 +370,7 @@ class _Download:
                 left_s = self.deadline - now
                 logger.warning("stage %d: %s; waiting for %.0f s at most", stage, last, left_s)
             await asyncio.sleep(self.patience.look_s)
-        raise EnvironmentFault(
+        raise NotInTime(
             f"stage {stage}: no anchor to be had: {last}; try again later, or give more time with "
             "--timeout"
         )

@@ -17,6 +17,7 @@ from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.records import ClaimRecord
+from dilocox.peer.chain import visitor_download
 from dilocox.peer.chain.visitor_download import (
     AnchorPlace,
     Patience,
@@ -24,6 +25,7 @@ from dilocox.peer.chain.visitor_download import (
     download_anchors,
 )
 from dilocox.peer.rounds.record import RoundRecord
+from tests.clocks import TestClock
 from tests.peer.kept_chains import MODEL, ChainMaker, Change, another_anchor
 from tests.peer.memory_swarm import MemorySwarm
 
@@ -31,6 +33,7 @@ MANIFEST = Manifest.from_dict(
     {"name": "test", "model": MODEL, "end_tokens": 1000, "codec": {"scheme": "dense"}}
 )
 TWO_STAGES = replace(MANIFEST, stages=2)
+THREE_STAGES = replace(MANIFEST, stages=3, model=MODEL | {"num_hidden_layers": 3})
 
 
 def take_all(
@@ -374,6 +377,53 @@ def test_without_a_common_round_the_newest_anchors_are_taken(
     assert [each.place.round for each in found] == [0, 1]
     assert all(torch.equal(each.anchor, donors[each.place.stage].anchor) for each in found)
     assert "of different rounds: 0, 1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("held", "ends", "fault"),
+    [
+        pytest.param(3, "in time", "", id="all are here"),
+        pytest.param(2, "in time", "stage 2: no anchor to be had", id="one never came"),
+        pytest.param(3, "on a full disk", "no space", id="one is written again to a full disk"),
+    ],
+)
+def test_where_the_time_ends_while_some_come_again_the_last_of_each_stage_are_given(
+    identities: list[Identity],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    held: int,
+    ends: str,
+    fault: str,
+) -> None:
+    clock, came = TestClock(), list[tuple[int, int]]()
+    monkeypatch.setattr(visitor_download, "time", clock)
+    donors = [
+        ChainMaker(identities[stage], tmp_path / str(stage), THREE_STAGES, stage=stage)
+        for stage in range(held)
+    ]
+    for donor, round_number in zip(donors, (0, 0, 1), strict=False):
+        donor.train(round_number)
+
+    def go_on(anchor: StageAnchor) -> None:
+        came.append((anchor.place.stage, anchor.place.round))
+        if len(came) == 3:
+            donors[0].train(1)
+        elif len(came) == 4 and ends == "on a full disk":
+            raise EnvironmentFault("no space")
+        if len(came) == (2 if held == 2 else 4):
+            clock.now += 30.0
+
+    def taken() -> list[int]:
+        return [each.place.round for each in take_all(*donors, came=go_on)]
+
+    if fault:
+        with pytest.raises(EnvironmentFault, match=fault):
+            taken()
+    else:
+        assert taken() == [1, 0, 1]
+        assert came == [(0, 0), (1, 0), (2, 1), (0, 1)]
+    assert ("of different rounds: 1, 0, 1" in caplog.text) == (not fault)
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -6,8 +6,8 @@ memory with it. It runs at a low priority, in one thread, not for longer than a 
 none does for so long that all of them together take a small share of one processor: of its seconds,
 not of the time that a child waits on a busy machine for its turn. It asks the archive beside it
 before volunteers, whose lines have better to carry. One that fails is not tried again before the
-next answer would be due. Where memory is short the child is what the system ends, and not the
-bootstrap.
+next answer would be due; none is after the finished model's, which is tried again each hour. Where
+memory is short the child is what the system ends, and not the bootstrap.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -166,10 +166,18 @@ class Idle:
 
     target_group_size: int | None = None
 
+    def __init__(self, sends_to: int = 0, after_s: float = 10 * AHEAD_S):
+        """sends_to: where it sends on those that it let in, so long after that."""
+        self.sends_to, self.after_s, self.asked = sends_to, after_s, 0
+
     async def rpc_join_group(self, *_: Any) -> AsyncIterator[Any]:
-        accepted: Any = averaging_pb2
-        yield averaging_pb2.MessageFromLeader(code=accepted.ACCEPTED)
-        await asyncio.sleep(10 * AHEAD_S)
+        self.asked += 1
+        codes: Any = averaging_pb2
+        yield averaging_pb2.MessageFromLeader(code=codes.ACCEPTED)
+        await asyncio.sleep(self.after_s)
+        yield averaging_pb2.MessageFromLeader(
+            code=codes.GROUP_DISBANDED, suggested_leader=peer_id(self.sends_to).to_bytes()
+        )
 
 
 def search(
@@ -178,9 +186,10 @@ def search(
     idle: Iterable[int] = (),
     reads_late: Iterable[int] = (),
     late_s: float = AHEAD_S,
+    sending: Mapping[int, Idle] | None = None,
 ) -> Found:
     """idle: the names of those that never begin. reads_late: that take so long to read which group
-    they are in.
+    they are in. sending: those, by name, that send others on.
     """
 
     async def together() -> Found:
@@ -190,6 +199,8 @@ def search(
         for name in idle:
             found.room.members[peer_id(name)] = Idle()  # type: ignore[assignment]
             found.room.earliest.append(peer_id(name).to_bytes())
+        for name, leader in (sending or {}).items():
+            found.room.members[peer_id(name)] = leader  # type: ignore[assignment]
         await asyncio.gather(*(call(each, found.room, scheduled_at, found) for each in callers))
         return found
 
@@ -264,6 +275,16 @@ def test_a_peer_waits_long_for_a_leader_alone() -> None:
     found = search([Caller(name=1, expects=2)])
     assert found.groups == {1: None}
     assert found.seconds[1] == pytest.approx(AHEAD_S + GIVE_UP_S, abs=SOON_S)
+
+
+def test_a_peer_is_not_sent_on_to_another_leader_once_it_is_late() -> None:
+    """Each could hold it as long again."""
+    late_s = AHEAD_S + GIVE_UP_S + 0.5
+    sending = {9: Idle(10, 0.3), 10: Idle(11, late_s - 0.3), 11: Idle()}
+    found = search([Caller(name=1, expects=2, leaders=(9, 10, 11))], idle=(9,), sending=sending)
+    assert [sending[name].asked for name in (9, 10, 11)] == [1, 1, 0]
+    assert found.groups == {1: None}
+    assert found.seconds[1] == pytest.approx(late_s, abs=SOON_S)
 
 
 def test_where_one_does_not_come_the_group_stands_at_its_time() -> None:

@@ -44,8 +44,8 @@ class Asked:
     def commit(self, number: int) -> None:
         self.history.add(HistoryRow(number, 0, digest(0, number)[:16], NOW, 1000))
 
-    def turn(self, manifest: Manifest = MANIFEST) -> None:
-        self.sampler.turn(manifest, NOW)
+    def turn(self, manifest: Manifest = MANIFEST, now: float = NOW) -> None:
+        self.sampler.turn(manifest, now)
 
     def until_asked(self, number: int, manifest: Manifest = MANIFEST) -> None:
         """Commit this round, and ask until there is an answer of it."""
@@ -205,6 +205,31 @@ def test_one_that_fails_is_no_sample_and_tried_again_only_when_the_next_one_is_d
     assert after(4, back.rules) == "aaa", "of what was set aside nothing counts"
     asked.sampler.close()
     assert asked.rounds == []
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_the_finished_models_that_fails_is_tried_again_after_a_while(
+    tmp_path: Path, ended: bool
+) -> None:
+    """No round comes any more with which the next one would be due."""
+    ran, manifest = tmp_path / "ran", in_state(MANIFEST, "ended" if ended else "running")
+    asked = Asked(tmp_path, f'open({str(ran)!r}, "a").write("x"); raise SystemExit("no anchors")')
+
+    def at(now: float) -> int:
+        """How many have run soon after that."""
+        for _ in range(50):
+            asked.turn(manifest, now)
+            time.sleep(0.02)
+        return len(ran.read_text())
+
+    asked.commit(3)
+    wait_until(lambda: asked.turn(manifest) or ran.exists(), 30)
+    assert at(NOW + samples.LAST_AGAIN_S - 1) == 1
+    later = NOW + samples.LAST_AGAIN_S + 1
+    if ended:
+        wait_until(lambda: asked.turn(manifest, later) or len(ran.read_text()) == 2, 30)
+    assert at(later + samples.LAST_AGAIN_S - 1) == 1 + ended
+    asked.sampler.close()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from dilocox.dht.addresses import NO_FALLBACK
 from dilocox.dht.errors import AdmissionLapsed, BootstrapsSilent, NotAdmitted
 from dilocox.peer.options import PeerOptions
+from dilocox.peer.os_process import StopSignal
 from dilocox.peer.process import peer
 from tests.peer.local_peers import INVITE, RUN
 
@@ -65,3 +68,32 @@ def test_whose_admission_is_over_waits_for_the_operator_and_who_has_none_ends(
     with pytest.raises(StartedAgain if lapsed else NotAdmitted):
         peer.run_peer(PeerOptions(invite=INVITE, state=tmp_path))
     assert ("this peer looks again" in caplog.text) is lapsed
+
+
+@pytest.mark.parametrize("signalled", [True, False])
+def test_whose_admission_is_over_while_it_is_to_rest_goes_on_resting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signalled: bool
+) -> None:
+    """A new process rests; one that ended would not be there at the end of the rest."""
+    stops = list[StopSignal]()
+
+    class Stop(StopSignal):
+        def __init__(self) -> None:
+            super().__init__()
+            stops.append(self)
+
+    def refused(*_: Any, **__: Any) -> Any:
+        stops[0].defer()
+        stops[0].leave()
+        if signalled:
+            signal.raise_signal(signal.SIGTERM)
+        raise AdmissionLapsed("its time ended")
+
+    def again() -> None:
+        raise StartedAgain
+
+    monkeypatch.setattr(peer, "StopSignal", Stop)
+    monkeypatch.setattr(peer, "join_run", refused)
+    monkeypatch.setattr(peer, "start_again", again)
+    with nullcontext() if signalled else pytest.raises(StartedAgain):
+        assert peer.run_peer(PeerOptions(invite=INVITE, state=tmp_path)) == 0

@@ -136,6 +136,30 @@ def test_who_is_paused_wants_its_machine(state: Path) -> None:
         assert not stop.patient
 
 
+def test_who_leaves_patiently_hears_that_it_is_paused(
+    state: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its volunteer wants the machine now, and not at the end of an inner step."""
+    now = 1_763_640_000.0
+    hour = time.localtime(now).tm_hour
+    given = options(state, hours=Hours.parse([f"{(hour + 2) % 24}-{(hour + 3) % 24}"]))
+    caplog.set_level("INFO", "dilocox.peer.process.resting")
+    with StopSignal() as stop:
+        stop.defer()
+        with rest_watch(Allowance(given, lambda: now), lambda: 0, stop, look_s=0.01):
+            assert stop.event.wait(5.0) and stop.patient
+            StateFolder(state).pause(True)
+            wait_until(lambda: not stop.patient, 5.0)
+            StateFolder(state).pause(False)
+            time.sleep(0.2)  # some looks
+            assert not stop.patient
+    told = [message.partition(" hours")[0] for message in caplog.messages]
+    assert told == [
+        "leaving to rest: outside the",
+        "leaving to rest: paused, until `dilocox resume`",
+    ]
+
+
 # ---- while it rests ------------------------------------------------------------------------------
 def test_who_may_take_part_does_not_wait_and_makes_nothing(tmp_path: Path) -> None:
     hours = Hours.parse(["0-24"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,28 @@ def test_means_that_nobody_holds_but_their_reducers_are_asked_for_before_the_tim
     group = Group(identities[:4], tmp_path, passes=passes, exchange_s=2 * EXCHANGE_S)
     keepers = set(group.grid.rows[0][:2])
     record_of(group, asyncio.run(group.run()))
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_reducer_that_is_heard_again_is_not_lost_and_asked_for_its_mean(
+    identities: list[Identity], tmp_path: Path, times: int
+) -> None:
+    """Others were asked in vain while it was silent, once each time."""
+    reducer, me = sorted(each.peer_id for each in identities[:4])[:2]
+    lost = {(reducer, "mean0"), (reducer, "words"), (me, "record")}
+    asked = Counter[str]()
+
+    def passes(sender: str, receiver: str, kind: str) -> bool:
+        if (sender, kind) != (me, "fetch"):
+            return (sender, kind) not in lost
+        asked[receiver] += 1
+        if receiver != reducer and group.queue[reducer, me]:
+            group.queue[reducer, me] = 0
+            if asked[receiver] < times:
+                asyncio.get_running_loop().call_later(0.2, group.queue.update, [(reducer, me)])
+        return receiver == reducer
+
+    group = Group(identities[:4], tmp_path, passes=passes, silence_s=1.0, exchange_s=5.0)
+    group.queue[reducer, me] = 1  # its heartbeats come no sooner than it is asked for
+    record_of(group, asyncio.run(group.run()))
+    assert asked == Counter({reducer: 1} | dict.fromkeys(group.peers[2:], times))

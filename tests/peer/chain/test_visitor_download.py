@@ -252,6 +252,17 @@ def two_donors(identities: list[Identity], folder: Path) -> list[ChainMaker]:
     ]
 
 
+def two_that_passed_each_other(identities: list[Identity], folder: Path) -> list[ChainMaker]:
+    """Nobody can have the first one's anchor of round 0 any more, nor the other's of round 1."""
+    first, other = two_donors(identities, folder)
+    for donor in (first, other):
+        donor.train(0)
+    first.train(1)
+    first.snapshot()
+    first.log.prune(keep=1)
+    return [first, other]
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_stages_are_taken_at_the_newest_round_that_all_of_them_have(
     identities: list[Identity], tmp_path: Path, ahead: int
@@ -321,12 +332,7 @@ def test_a_round_that_a_stage_does_not_have_is_not_looked_for_twice_with_whole_s
 def test_a_common_round_is_still_waited_for_where_the_first_anchors_took_long(
     identities: list[Identity], tmp_path: Path
 ) -> None:
-    donors = two_donors(identities, tmp_path)
-    for donor in donors:
-        donor.train(0)
-    donors[0].train(1)
-    donors[0].snapshot()
-    donors[0].log.prune(keep=1)
+    donors = two_that_passed_each_other(identities, tmp_path)
     looks = 0
 
     def look() -> None:
@@ -346,12 +352,7 @@ def test_a_common_round_is_still_waited_for_where_the_first_anchors_took_long(
 def test_where_a_state_has_passed_the_common_round_the_next_one_is_waited_for(
     identities: list[Identity], tmp_path: Path
 ) -> None:
-    donors = two_donors(identities, tmp_path)
-    for donor in donors:
-        donor.train(0)
-    donors[0].train(1)
-    donors[0].snapshot()  # nobody can have its anchor of round 0 any more
-    donors[0].log.prune(keep=1)
+    donors = two_that_passed_each_other(identities, tmp_path)
     looks = 0
 
     def look() -> None:

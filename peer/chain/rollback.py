@@ -9,9 +9,10 @@ with it as soon as it sees the revision. Nothing of this changes the run before 
 Once it is published (`peer_goes_back`, `archive_goes_back`), the chain of a stage goes on from its
 last record of that round or an earlier one; the records after it, under the rules before, do not
 count any more (`Manifest.rolled_back`). Their keepers put them aside, in a folder
-`before-RULES`, and remove nothing. A peer begins with what is left of its log if that reaches back
-to the initial weights; else, like any joiner, with a state: the operator's command made it by
-replaying the archive, and the operator's bootstrap gives it.
+`before-RULES`. An archive removes nothing; a peer removes the tensors of its snapshots, which it
+never reads again, and for which no disk is planned. It begins with what is left of its log if that
+reaches back to the initial weights; else, like any joiner, with a state: the operator's command
+made it by replaying the archive, and the operator's bootstrap gives it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.files import make_folder, write_atomically
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.chain.replay import state_after
-from dilocox.peer.chain.snapshot_files import made_whole, write_state
+from dilocox.peer.chain.snapshot_files import keep_position_alone, made_whole, write_state
 from dilocox.peer.chain.store import (
     OLDER_NAME,
     PREVIOUS_NAME,
@@ -62,12 +63,13 @@ def peer_goes_back(own: Path, manifest: Manifest) -> bool:
     if _done(own) >= since:
         return False
     aside = _put_aside(own, since, ("log", "snapshots"))
+    keep_position_alone(aside / "snapshots")
     log = Store(aside / "log")
     kept = log.counting(manifest)
-    if _from_start(kept, manifest):
+    if from_start(kept, manifest):
         Store(own / "log").share(log, [entry.round for entry in kept])
     _mark(own, since)
-    logger.warning("records and snapshots from before the rollback are in %s", aside)
+    logger.warning("the records from before the rollback are in %s", aside)
     return True
 
 
@@ -269,9 +271,9 @@ def _first(
     that began later lacks what came before, and so does one that had to make room.
     """
     kept = counting[chain.stage]
-    if not kept and not all(_from_start(each, manifest) for each in counting if each):
+    if not kept and not all(from_start(each, manifest) for each in counting if each):
         raise InvalidInput(f"{here} nothing of stage {chain.stage} yet; try again in some minutes")
-    if not kept or _from_start(kept, manifest):  # or nobody has committed a record of it
+    if not kept or from_start(kept, manifest):  # or nobody has committed a record of it
         return -1
     known = {entry.digest for entry in kept}
     first = min((each.round for each in chain.states if each.digest in known), default=None)
@@ -280,6 +282,7 @@ def _first(
     return first
 
 
-def _from_start(kept: list[LogEntry], manifest: Manifest) -> bool:
+def from_start(kept: list[LogEntry], manifest: Manifest) -> bool:
+    """Whether these records begin with the first one of the chain."""
     first = kept[0].header() if kept else None
     return first is not None and first.previous == manifest.root

@@ -189,6 +189,25 @@ def data_position(folders: Sequence[Path]) -> dict[str, Any]:
     return {}
 
 
+def keep_position_alone(folder: Path) -> None:
+    """Of a folder of snapshots that nobody goes on from keep what `data_position` reads: their
+    tensors are as large as those of the next ones. EnvironmentFault if the disk does not let it.
+    """
+    position = data_position([folder])
+    with on_disk(folder):
+        for found in (*folder.glob("*.partial"), *folder.glob(f"*{DAMAGED}")):
+            shutil.rmtree(found)
+        left = _complete(folder)
+        for found in left:  # first, so that a full disk has the room for what is written
+            (found / STATE_FILE).unlink(missing_ok=True)
+        if position:
+            facts = {"local": json.dumps({"facts": {"data": position}})}
+            with made_whole(folder / f"{newest_number(folder) + 1:08d}") as partial:
+                save_tensors(partial / LOCAL_FILE, {}, facts)
+        for found in left:
+            shutil.rmtree(found)
+
+
 def _write_digests(folder: Path, local: bytes) -> None:
     """local: the digests of the chunks of the local file; the state's are in its own."""
     facts = json.loads((folder / STATE_FACTS_FILE).read_text())
@@ -248,6 +267,11 @@ def _set_aside(found: Path, error: Exception) -> None:
 def newest(folder: Path) -> Path | None:
     complete = _complete(folder)
     return complete[-1] if complete else None
+
+
+def earlier_than_newest(folder: Path) -> list[Path]:
+    """The complete snapshots that a newer one was to replace: a crash came in between."""
+    return _complete(folder)[:-1]
 
 
 def write_state(

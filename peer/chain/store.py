@@ -204,8 +204,11 @@ class Store:
         """Look whether each record and certificate is what was written; remove those that are not.
 
         So that the chain stays whole, all before a damaged one go with it; where it is not
-        `applied` yet, all after it, which can be had from others.
+        `applied` yet, all after it, which can be had from others. What a killed writer left goes,
+        too: nobody writes yet.
         """
+        for left in self._folder.glob(".*.partial"):
+            left.unlink(missing_ok=True)
         damaged: list[int] = []
         for number, path in sorted(self._records().items()):
             try:

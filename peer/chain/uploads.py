@@ -193,6 +193,15 @@ class Uploads:
         min(ending, key=lambda upload: upload.bytes_per_s).end()
 
 
+def _holds_room(file: BinaryIO) -> bool:
+    """Whether the file was removed and its room is lacking: no disk is planned for old states."""
+    try:
+        found, disk = os.fstat(file.fileno()), os.fstatvfs(file.fileno())
+    except OSError:  # it is in memory
+        return False
+    return not found.st_nlink and disk.f_bavail * disk.f_frsize < found.st_size
+
+
 class Upload:
     """One that runs; in this list while it has a place."""
 
@@ -221,7 +230,11 @@ class Upload:
         return self._waited_s + (0.0 if since is None else monotonic() - since)
 
     def read(self, count: int) -> bytes:
-        """The next bytes; none at the end of the file, or once the upload was ended."""
+        """The next bytes; none at the end of the file, or once the upload was ended: it is, too,
+        where it alone keeps a file on a disk that has no room for another such file.
+        """
+        if not self._ended and _holds_room(self._file):
+            self.end()
         return b"" if self._ended else self._file.read(count)
 
     @contextmanager

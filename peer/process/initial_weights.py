@@ -26,7 +26,7 @@ from dilocox.dht.names import shown_peer
 from dilocox.dht.rpc import REFUSED, LoopThread, PeerBusy
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.chain.chain_client import STATE_LIMIT_S, ChainEnd, Limits, NoState
-from dilocox.peer.chain.rollback import STATE_NAME
+from dilocox.peer.chain.rollback import STATE_NAME, from_start
 from dilocox.peer.chain.snapshot_files import (
     check_state,
     load_state,
@@ -159,18 +159,20 @@ async def _taken(local: LocalPeer, wait_s: float) -> KeptState:
 
 
 async def _from(local: LocalPeer, claimed: ClaimedChain, peer: str, *, newer: bool) -> KeptState:
-    """A newer state that the witness vouches for saves the records before it, unless those are here
-    already. newer: whether one of this peer's would be believed.
+    """A newer state that the witness vouches for saves the records before it, unless those from the
+    first one on are here already. newer: whether one of this peer's would be believed.
     """
     log, folder = local.open_log(), local.folder / "incoming"
     chain, told = claimed.chain, claimed.vouched
-    if newer and not log.rounds() and (told is not None or not local.witness):
+    vouched = told is not None or not local.witness
+    if newer and vouched and not from_start(log.entries(), local.manifest):
         with suppress(NoState):
             offer = await chain.offer(peer)
             if told is not None:
                 end = ChainEnd(digest=told.digest, round=told.round, teller=local.witness)
                 await chain.check_leads_to(end, offer)
             kept = await chain.download(offer, folder)
-            await asyncio.to_thread(log.start_from, offer.record_bytes, offer.certificate)
+            if log.find(kept.digest) is None:  # else it goes on here, and nobody else may have that
+                await asyncio.to_thread(log.start_from, offer.record_bytes, offer.certificate)
             return kept
     return await chain.initial(peer, folder)

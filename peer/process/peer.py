@@ -55,7 +55,7 @@ from dilocox.peer.process.prepare import (
 )
 from dilocox.peer.process.resting import Allowance, rest_watch
 from dilocox.peer.process.run_tokenizer import reachable_tokenizer
-from dilocox.peer.process.starting_stage import announce_joining, chosen_stage
+from dilocox.peer.process.starting_stage import announce_joining, chosen_stage, said_to_join
 from dilocox.peer.rounds.outer_step import anchor_sha256
 from dilocox.peer.rounds.record import RecordRefused
 from dilocox.peer.state_folder import StateFolder
@@ -437,9 +437,9 @@ def _take_part(options: PeerOptions, joined: Joined, folder: StateFolder, stop: 
     layout = stage_layout(manifest, stage)
     own = folder.run(joined.run, stage)
     needs = StageNeeds(manifest, stage, recompute=options.recompute, offload=options.offload)
+    peer_goes_back(own, manifest)  # what it puts aside is not held any more, or gone
     check_disk(own, needs)
     keep_manifest(own, manifest)
-    peer_goes_back(own, manifest)
     addresses = reached_at(joined.reach, options.announce, joined.dht.visible_addresses(), me)
     local = LocalPeer(
         **vars(joined),
@@ -477,8 +477,9 @@ def _take_part(options: PeerOptions, joined: Joined, folder: StateFolder, stop: 
         )
         level, text = described(joined.reach, options.announce, addresses)
         logger.log(level, "peer %s %s", me, text)
-        assembly = Assembly(local, averager, buffers, needs.memory, device, stop)
-        stop.defer()
+        with said_to_join(joined, options, stage):
+            assembly = Assembly(local, averager, buffers, needs.memory, device, stop)
+            stop.defer()
         with assembly.network:
             assembly.coordinator.start()
             try:

@@ -19,7 +19,7 @@ from dilocox.dht.files import bytes_below
 from dilocox.dht.manifest import DataSpec, Manifest
 from dilocox.dht.manifest_sections import LONGEST, format_of
 from dilocox.peer.averaging.averager import StageBuffers
-from dilocox.peer.chain.snapshot_files import DAMAGED
+from dilocox.peer.chain.snapshot_files import DAMAGED, earlier_than_newest
 from dilocox.peer.chain.store import RECORDS_NEEDED
 from dilocox.peer.memory_and_disk import Check, DiskNeeds, MemoryNeeds, disk_check, disk_free, size
 from dilocox.peer.options import PeerOptions
@@ -81,6 +81,7 @@ def local_model(
         if start is not None:
             number, digest = start(buffers.anchor, buffers.momentum)
             live.copy_(buffers.anchor)
+            snapshots.soon()  # or a kill costs the download again
         else:
             buffers.anchor.copy_(live)
         merge = Merge(
@@ -319,17 +320,22 @@ def disk_room(folder: Path, needs: StageNeeds) -> Check:
     # what a rollback put aside, or a damaged snapshot, stays beside all that the stage takes
     kept_aside = (*folder.glob(f"{ASIDE}*"), *folder.glob(f"snapshots/*{DAMAGED}"))
     aside = sum(bytes_below(each) for each in kept_aside)
-    # what a snapshot that was cut off left goes when the next one is written
-    cut_off = sum(bytes_below(each) for each in folder.glob("snapshots/*.partial"))
+    # what a snapshot that was cut off left goes when the next one is written, and one that a newer
+    # one was to replace at the start
+    going = (*folder.glob("snapshots/*.partial"), *earlier_than_newest(folder / "snapshots"))
     held = bytes_below(folder) - aside
-    return disk_check(
+    check = disk_check(
         str(folder),
         disk_free(folder),
         DiskNeeds(
             more_bytes=max(0, needs.disk_bytes - held),
-            snapshot_bytes=max(0, needs.snapshot_bytes - cut_off),
+            snapshot_bytes=max(0, needs.snapshot_bytes - sum(map(bytes_below, going))),
         ),
     )
+    if not aside or check.status == "ok":
+        return check
+    names = " and ".join(str(each.relative_to(folder)) for each in kept_aside)
+    return replace(check, remedy=f"{check.remedy}; {names} there may be deleted: {size(aside)}")
 
 
 def check_text(data: DataSpec, option: str) -> None:
@@ -351,7 +357,8 @@ def unfit(
     planned, limit_bytes = needs.memory.of_machine(device), options.memory_limit_bytes
     if limit_bytes is not None and planned > limit_bytes:
         return f"it needs {size(planned)}, more than --memory-limit"
-    if (room := disk_room(folder, needs)).status == "failed":
+    # with room for one snapshot alone it would move, and not be let in at its next start
+    if (room := disk_room(folder, needs)).status != "ok":
         return room.text
     try:
         if stage == 0:

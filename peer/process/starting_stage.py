@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 
 from dilocox import __version__
 from dilocox.dht.errors import InvalidInput
@@ -22,7 +25,8 @@ LOOK_LIMIT_S = 10.0
 LOOKS = 3
 SECOND_THOUGHTS = 2
 SECOND_LOOK_S = 1.0
-JOINING_S = 20.0  # about what it takes until a joiner's own records come
+JOINING_S = 20.0  # about what it takes until it is said again, or by its own records
+SAID_AGAIN = 3  # times in the life of such a record
 
 
 def chosen_stage(options: PeerOptions, joined: Joined, folder: StateFolder) -> int:
@@ -92,8 +96,37 @@ def announce_joining(
         addresses=(),
         blocked="",
     )
-    lifetime_s = joined.manifest.deadlines.record_lifetime_s
-    joined.swarm.publish(stage_key(joined.run, stage), record, max(lifetime_s, JOINING_S))
+    joined.swarm.publish(stage_key(joined.run, stage), record, _lifetime_s(joined))
+
+
+def _lifetime_s(joined: Joined) -> float:
+    return max(joined.manifest.deadlines.record_lifetime_s, JOINING_S)
+
+
+@contextmanager
+def said_to_join(joined: Joined, options: PeerOptions, stage: int) -> Generator[None]:
+    """Others know meanwhile that this peer is about to host a stage: what a start reads, checks or
+    downloads may take hours, and spares would move to where nobody seems to be. If it fails they
+    hear that at once. Begins a thread: nothing is to be forked in here.
+    """
+    ready = threading.Event()
+
+    def say() -> None:
+        while not ready.is_set():
+            announce_joining(joined, options, stage)
+            ready.wait(_lifetime_s(joined) / SAID_AGAIN)
+
+    thread = threading.Thread(target=say, name="joining", daemon=True)
+    thread.start()
+    try:
+        yield
+    except BaseException:
+        ready.set()
+        thread.join(LOOK_LIMIT_S)  # or what it says would come last
+        announce_joining(joined, options, stage, gone=True)
+        raise
+    ready.set()
+    thread.join(LOOK_LIMIT_S)
 
 
 def _without_later_joiners(records: Records, me: str) -> dict[int, dict[str, StageRecord]]:

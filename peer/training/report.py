@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import TypeAdapter
 
+from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.files import disk_fault, write_atomically
 from dilocox.dht.names import shown_peer
 from dilocox.dht.records import stage_figures
@@ -89,6 +90,7 @@ class Reporter:
         _cut_half_line(self._events)
         self._terminal = sys.stderr.isatty()
         self._status_at = 0.0
+        self._refused = set[Path]()  # of the two files, which the disk did not let it write last
         self._taken: list[RoundReport] = []  # not told of yet
         self._taken_at: float | None = None  # when such were told last; None: since it trained
         self.shown: Callable[[str], str] = shown_peer
@@ -96,14 +98,14 @@ class Reporter:
         self.on_status: Callable[[LoopStatus], None] = lambda status: None
 
     def event(self, kind: str, **facts: Any) -> None:
-        """Append one event for scripts; EnvironmentFault if the disk is full."""
+        """Append one event for scripts; on a full disk it is lost."""
         self.on_event(kind, facts)
         line = strict_json({"event": kind, "time": round(time.time(), 3)} | facts)
-        try:
+        with self._spared(self._events):
+            if self._events in self._refused:
+                _cut_half_line(self._events)
             with self._events.open("a") as file:
                 file.write(line + "\n")
-        except OSError as error:
-            raise disk_fault(self._events, error) from error
 
     def tell(self, kind: str, **facts: object) -> None:
         """One event of the replica that this peer is in, and a line in the log."""
@@ -118,10 +120,29 @@ class Reporter:
             return
         self._status_at = time.monotonic()
         text = strict_json(asdict(status))
-        write_atomically(self._folder / "status.json", text.encode(), durable=False)
+        path = self._folder / "status.json"
+        with self._spared(path):
+            write_atomically(path, text.encode(), durable=False)
         if self._terminal:
             sys.stderr.write(CLEAR_LINE + progress_line(status))
             sys.stderr.flush()
+
+    @contextmanager
+    def _spared(self, path: Path) -> Generator[None]:
+        """What the disk refuses to this file costs the file, and not the peer: it is told once, and
+        again when it works.
+        """
+        try:
+            yield
+        except (OSError, EnvironmentFault) as error:
+            if path not in self._refused:
+                self._refused.add(path)
+                fault = disk_fault(path, error) if isinstance(error, OSError) else error
+                logger.warning("%s; training goes on, and this file lacks what comes now", fault)
+        else:
+            if path in self._refused:
+                self._refused.remove(path)
+                logger.info("%s is written again", path)
 
     def contribution_before(self) -> OwnContribution:
         """What this peer had given when it ended; nothing where no file says so."""

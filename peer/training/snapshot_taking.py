@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable
@@ -36,6 +37,7 @@ from dilocox.dht.files import disk_fault, write_atomically
 from dilocox.peer.chain.snapshot_files import (
     Snapshot,
     data_position,
+    earlier_than_newest,
     newest_number,
     oldest_number,
     read_snapshot,
@@ -56,6 +58,7 @@ REST = 20  # so many times as long as a snapshot took, at least, no other is beg
 BYTES_PER_S = 128e6  # to the disk, on which others want to write, too
 MOST_HASTE = 16.0  # so many times as fast, at most, after snapshots that were cut off
 DISK_LIMIT_S = 60.0
+RETRY_S = 300.0  # after a snapshot that the disk refused
 
 
 class Snapshots:
@@ -82,8 +85,12 @@ class Snapshots:
         self._writing: Background | None = None  # or given up, until it has ended
         self._due_at = time.monotonic() + period_s
         self._haste = 1.0
+        self._told = False  # that the disk refuses them
         self.round = self._round = -1 if found is None else found.round
         self.found = found is not None
+        if self.found:  # one that it was to replace, and a crash came in between, takes room
+            for older in earlier_than_newest(folder):
+                shutil.rmtree(older, ignore_errors=True)
         aside = sorted(folder.parent.glob(f"{ASIDE}*/{folder.name}"))
         self.data: dict[str, Any] = found.facts["data"] if found else data_position(aside)
         self.sent_since: tuple[JournaledSend, ...] = self._journal.since(self._number)
@@ -111,7 +118,8 @@ class Snapshots:
     ) -> bool:
         """Begin a snapshot that is due, between two inner steps. Whether one has become complete.
 
-        Raises EnvironmentFault if the disk is full.
+        Where the disk refuses it the one before stays, and it is tried again: the log keeps the
+        records since.
         """
         now = time.monotonic()
         if self._writing is None:
@@ -124,7 +132,11 @@ class Snapshots:
         if not self._writing.ended:
             return False
         writing, self._writing = self._writing, None
-        seconds = writing.result()
+        try:
+            seconds = writing.result()
+        except EnvironmentFault as error:
+            self._refused(error)
+            return False
         if not writing.complete:
             return False
         self._haste = max(1.0, self._haste / 2)
@@ -178,7 +190,15 @@ class Snapshots:
             facts={"merge": facts, "inner": inner.values, "data": data},
         )
 
+    def _refused(self, error: EnvironmentFault) -> None:
+        self._due_at = time.monotonic() + RETRY_S
+        if not self._told:
+            self._told = True
+            words = "%s; training goes on, and the snapshot is tried again every %.0f s"
+            logger.warning(words, error, RETRY_S)
+
     def _written(self, seconds: float) -> None:
+        self._told = False
         self.round = self._round
         self._due_at = time.monotonic() + max(self._period_s, REST * seconds)
         # one that could not be removed may be needed where the newest cannot be read

@@ -146,7 +146,8 @@ def test_a_peer_keeps_what_counts_and_puts_the_rest_aside(
     assert not (maker.own / "snapshots").exists()
     aside = maker.own / "before-00000001"
     assert Store(aside / "log").rounds() == [0, 1, 2]
-    assert list((aside / "snapshots").iterdir())
+    # a third snapshot beside the two that come would fill the disk of who planned for those
+    assert not list((aside / "snapshots").rglob("anchor*"))
 
 
 def test_a_peer_knows_the_newest_round_that_was_put_aside(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 from dilocox.dht.errors import EnvironmentFault
+from dilocox.dht.files import bytes_below
 from dilocox.peer.chain import snapshot_files
 from dilocox.peer.chain.snapshot_files import (
     LOCAL_FILE,
@@ -20,6 +22,7 @@ from dilocox.peer.chain.snapshot_files import (
     STATE_FILE,
     Snapshot,
     data_position,
+    keep_position_alone,
     made_whole,
     newest,
     read_snapshot,
@@ -175,6 +178,23 @@ def harm(path: Path, damage: str) -> None:
             path.unlink()
         case _:
             path.write_bytes(b"{}")
+
+
+def test_of_snapshots_that_nobody_goes_on_from_the_place_in_the_data_stays(tmp_path: Path) -> None:
+    for number in (3, 4):
+        vectors = {"anchor": torch.ones(1 << 18), "momentum": torch.ones(1 << 18)}
+        snapshot = made(number, **vectors, facts={"data": {"part": number}})
+        write_snapshot(tmp_path / f"{number}", snapshot, number=number)
+        (tmp_path / "all").mkdir(exist_ok=True)
+        (tmp_path / f"{number}" / f"{number:08d}").rename(tmp_path / "all" / f"{number:08d}")
+    for left in ("00000005.partial", "00000001.damaged"):
+        shutil.copytree(tmp_path / "all" / "00000003", tmp_path / "all" / left)
+    for _ in range(2):  # a peer that was killed in it does it again
+        keep_position_alone(tmp_path / "all")
+        assert data_position([tmp_path / "all"]) == {"part": 4}
+        assert bytes_below(tmp_path / "all") < 1000
+    keep_position_alone(tmp_path / "none")
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_snapshot_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -107,6 +107,13 @@ def test_a_folder_that_is_not_there_is_empty_and_not_made(tmp_path: Path) -> Non
     assert not (tmp_path / "log").exists()
 
 
+def test_half_a_record_of_a_writer_that_was_killed_goes_at_the_start(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "log")
+    (tmp_path / "log" / ".00000001-ab.record.17.partial").write_bytes(b"half")
+    folder.drop_damaged(applied=-1)
+    assert not list((tmp_path / "log").iterdir())
+
+
 def test_a_damaged_record_is_refused_when_it_is_read(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "log", 5)
     (path,) = (tmp_path / "log").glob("*.record")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, ExitStack, aclosing, suppress
 from pathlib import Path
@@ -211,6 +212,27 @@ def test_an_upload_that_nobody_takes_holds_no_file_and_no_place(
         assert not open_files(tmp_path)
         got = b"".join([chunk_of(each) async for each in answers(service, PEER, WANT)])
         assert got == RECORD
+
+    asyncio.run(go())
+
+
+def test_a_file_that_was_removed_is_served_while_the_disk_has_room_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Snapshots that only their downloads held took room that no plan knows of."""
+    path = tmp_path / "anchor.safetensors"
+    path.write_bytes(RECORD)
+    free = [len(RECORD) - 1]
+    monkeypatch.setattr(os, "fstatvfs", lambda _: SimpleNamespace(f_bavail=free[0], f_frsize=1))
+
+    async def go() -> None:
+        with path.open("rb") as file, Uploads().begin("a", file, urgent=False) as upload:
+            assert len(upload.read(10)) == 10, "a file that is there costs nothing"
+            path.unlink()
+            free[0] = len(RECORD)
+            assert len(upload.read(10)) == 10
+            free[0] -= 1
+            assert upload.read(10) == b"" and file.closed
 
     asyncio.run(go())
 

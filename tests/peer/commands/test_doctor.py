@@ -97,10 +97,24 @@ def test_what_was_put_aside_is_not_taken_for_what_a_stage_holds(
     monkeypatch.setattr(prepare, "disk_free", lambda *_: stage_needs.disk_bytes - 1)
     (tmp_path / aside).mkdir(parents=True)
     (tmp_path / aside / "anchor.safetensors").write_bytes(b"x" * 1000)
-    assert disk_room(tmp_path, stage_needs).status == "warning"
+    told = disk_room(tmp_path, stage_needs)
+    assert told.status == "warning"
+    assert f"{aside.removesuffix('/snapshots')} there may be deleted: 1.0 kB" in told.remedy
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / "00000001.record").write_bytes(b"x")
     assert disk_room(tmp_path, stage_needs).status == "ok"
+
+
+def test_of_two_snapshots_of_before_a_power_cut_the_older_one_makes_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage_needs = StageNeeds(_manifest("tiny"), 1)
+    monkeypatch.setattr(prepare, "disk_free", lambda *_: 1000)
+    for name in ("00000003", "00000004"):
+        (tmp_path / "snapshots" / name).mkdir(parents=True)
+        with (tmp_path / "snapshots" / name / "local.safetensors").open("wb") as file:
+            file.truncate(stage_needs.snapshot_bytes)
+    assert disk_room(tmp_path, stage_needs).status != "failed"
 
 
 def test_the_doctor_says_of_a_disk_what_a_start_finds(
@@ -193,6 +207,10 @@ def test_what_does_not_fit_a_machine_is_known_before_it_moves_there(
     assert "none" in why(replace(manifest, data=missing))
     monkeypatch.setattr(prepare, "disk_free", lambda _: 1000)
     assert "snapshot" in why()
+    # one snapshot fits: beside it there would be no room for the next one, at its next start
+    needs = StageNeeds(manifest, 0)
+    monkeypatch.setattr(prepare, "disk_free", lambda _: needs.snapshot_bytes)
+    assert "the disk will be full" in why()
 
 
 # ---- how it looks --------------------------------------------------------------------------------

@@ -292,6 +292,22 @@ def test_a_late_joiner_takes_the_newest_state_and_its_record_instead(
     assert joiner.local.open_log().head().digest == maker.digests[-1]
 
 
+def test_who_was_killed_before_its_first_snapshot_takes_a_newer_state_all_the_same(
+    manifest: Manifest, tmp_path: Path, maker: ChainMaker, away: Path
+) -> None:
+    """It has a log that begins in the midst, to which the initial weights are of no use."""
+    maker.train(0, 1)
+    maker.snapshot()
+    joiner = Joiner(tmp_path / "peer", manifest, **{maker.peer: maker.find})
+    joiner.claims = {maker.peer: maker.claim()}
+    assert joiner.begin()[0] == 1
+    maker.train(2)
+    Store(tmp_path / "peer" / "log").share(maker.log, [2])
+    joiner.claims = {maker.peer: maker.claim()}
+    assert joiner.begin() == (1, maker.digests[2])
+    assert joiner.local.open_log().rounds() == [1, 2], "what it has since stays"
+
+
 @pytest.mark.parametrize("lie", ["anchor", "momentum"])
 def test_other_initial_weights_than_the_pinned_ones_are_refused_and_the_wait_ends(
     manifest: Manifest, tmp_path: Path, maker: ChainMaker, away: Path, lie: str

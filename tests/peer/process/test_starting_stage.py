@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from dilocox.dht.errors import InvalidInput
+from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.join import Joined
 from dilocox.dht.records import StageRecord, parse_key
 from dilocox.peer.options import PeerOptions
 from dilocox.peer.process import starting_stage
-from dilocox.peer.process.starting_stage import LOOKS, chosen_stage
+from dilocox.peer.process.starting_stage import LOOKS, chosen_stage, said_to_join
 from dilocox.peer.state_folder import StateFolder
+from tests.dht.processes import wait_until
 from tests.peer.local_peers import INVITE, MANIFEST, RUN, local_peer
 from tests.pipeline.swarms import stage_record
 
@@ -180,3 +182,21 @@ def test_without_any_answer_a_stage_is_chosen_all_the_same(folder: StateFolder) 
     assert chosen_stage(asked("auto"), joined(Looks({})), folder) in (0, 1, 2)
     folder.note_stage(RUN, 1)
     assert chosen_stage(asked("auto"), joined(Looks({})), folder) == 1
+
+
+# ---- a start that lasts --------------------------------------------------------------------------
+def test_a_start_that_lasts_is_said_again_and_again_and_one_that_fails_is_taken_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it said lapsed while it read its snapshot, and spares took its place."""
+    monkeypatch.setattr(starting_stage, "SAID_AGAIN", 1e4)
+    looks = Looks(peers(1, 1, 1))
+    with said_to_join(joined(looks), asked("2"), 2):
+        wait_until(lambda: len(looks.told) > 3, 20.0)
+    told = list(looks.told)
+    assert set(told) == {(2, "joining")}
+    time.sleep(0.05)
+    assert looks.told == told, "from now on its own records say more"
+    with pytest.raises(EnvironmentFault), said_to_join(joined(looks), asked("auto"), 1):
+        raise EnvironmentFault("the initial weights did not come")
+    assert looks.told[-1] == (1, "left")

@@ -235,6 +235,17 @@ def test_who_only_follows_has_a_snapshot_that_its_pruned_log_reaches_back_to(
     assert snapshots(loop).round == 4
 
 
+def test_who_catches_up_writes_one_snapshot_after_the_last_record(tmp_path: Path) -> None:
+    """It stood still for all of one after every third record."""
+    loop = Loop(tmp_path, manifest(rounds={"records_kept": 4}))
+    loop.fake.newest_round = 8
+    for number in range(9):
+        loop.fake.events.put(loop.committed(number, 0.1))
+        loop.learner.between_steps()
+        assert bool(list(tmp_path.glob("snapshots/0*"))) is (number == 8)
+    assert snapshots(loop).round == 8
+
+
 def test_under_round_end_a_record_waits_for_the_send(tmp_path: Path) -> None:
     loop = loop_with(tmp_path, apply="round_end")
     loop.train()

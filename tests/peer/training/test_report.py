@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -510,6 +511,37 @@ def test_a_line_that_a_full_disk_cut_does_not_spoil_the_next_one(tmp_path: Path)
         file.write('{"event": "sent", "ro')
     Reporter(tmp_path).void(3, "nobody came")
     assert [each["round"] for each in events(tmp_path, "void")] == [3]
+
+
+def test_a_full_disk_costs_lines_and_no_peer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reporter = Reporter(tmp_path)
+    reporter.event("training")
+    caplog.set_level(logging.INFO)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def half(*_: Any, **__: Any) -> Any:
+        with open(tmp_path / "events.jsonl", "ab") as file:  # noqa: PTH123 - it is not replaced
+            file.write(b'{"event": "vo')
+        full()
+
+    (tmp_path / "status.json").mkdir()  # which no file can replace
+    for number in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "open", half if number == 0 else full)
+            reporter.void(number, "nobody came")
+        reporter.status(STATUS, force=True)
+    assert caplog.text.count("events.jsonl: no space left on the disk") == 1
+    assert caplog.text.count("status.json: cannot be written") == 1
+    (tmp_path / "status.json").rmdir()
+    reporter.void(3, "nobody came")
+    reporter.status(STATUS, force=True)
+    assert [each["round"] for each in events(tmp_path, "void")] == [3]
+    assert (tmp_path / "status.json").is_file()
+    assert caplog.text.count("is written again") == 2
 
 
 def test_listeners_hear_every_event_and_every_status(tmp_path: Path) -> None:

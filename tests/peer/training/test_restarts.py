@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -132,16 +133,43 @@ def test_no_snapshot_begins_while_a_send_is_in_flight(loop: Loop) -> None:
     assert loop.again().model.merge.round == 1
 
 
-def test_a_full_disk_ends_a_peer_that_writes_in_the_background(
-    loop: Loop, monkeypatch: pytest.MonkeyPatch
+def test_a_full_disk_costs_a_snapshot_in_the_background_and_no_peer(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    tries = list[int]()
+
     def full(*_: Any, **__: Any) -> None:
+        tries.append(1)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(snapshot_files, "save_tensors", full)
-    loop.snapshots.soon()
-    with pytest.raises(EnvironmentFault, match="no space left on the disk"):
-        wait_until(lambda: advance(loop), 20.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshot_files, "save_tensors", full)
+        patch.setattr(snapshot_taking, "RETRY_S", 0.01)
+        loop.snapshots.soon()
+        wait_until(lambda: advance(loop) or len(tries) > 2, 20.0)
+    assert caplog.text.count("no space left on the disk") == 1, "told once"
+    wait_until(lambda: advance(loop), 20.0)
+    assert loop.again().model.merge.tokens == 3 * STEP_TOKENS
+
+
+def test_a_full_disk_ends_a_peer_before_a_send_that_it_could_not_write_down(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise EnvironmentFault(f"{path}: no space left on the disk")
+
+    monkeypatch.setattr(snapshot_taking, "write_atomically", full)
+    with pytest.raises(EnvironmentFault, match="journal: no space left"):
+        loop.send(1)
+    assert not loop.fake.of_kind("submit")[1:]
+
+
+def test_a_snapshot_that_a_newer_one_was_to_replace_goes_at_the_start(loop: Loop) -> None:
+    loop.save()
+    (older,) = (loop.folder / "snapshots").glob("0*")
+    shutil.copytree(older, loop.folder / "snapshots" / "00000009")
+    again = loop.again()
+    assert again.snapshots.found and not older.exists()
 
 
 @pytest.mark.parametrize("change", ["send", "record"])

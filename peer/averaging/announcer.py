@@ -33,6 +33,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from dilocox import __version__
+from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.records import (
     MAX_LIFETIME_S,
     MAX_TEXTS,
@@ -147,6 +148,7 @@ class Cadence:
 STAGE_BYTES, CLAIM_BYTES, REPLICA_BYTES, MEMBER_BYTES = 630, 400, 410, 55
 READ_LIMIT_S = 3.0  # of each look; a slow one must not keep an exchange from its time
 STARTED_OVER = "its weights were not finite; it goes on from the anchor"
+SAID_S = 1.5 * MAX_LIFETIME_S["stage"]  # what was said is gone by then, whatever the clocks are
 MAX_BLOCKED = 160  # characters: a run of many stages may lack peers for most of them
 
 
@@ -165,6 +167,8 @@ class Announcer:
         self._answered = False
         self.view = SwarmView(me=local.me)
         self.revision = 0
+        self._began = local.clock.monotonic()
+        self._said = dict[int, float]()  # hashes of what this process said of its stage, and when
 
     @property
     def sees_others(self) -> bool:
@@ -193,6 +197,8 @@ class Announcer:
         whatever the cadence says. searching: this peer goes by who is in the other stages, so they
         are looked at as often as one's own. Where nobody else of the stage is in view all nodes
         are asked that may know somebody, every time.
+
+        Raises EnvironmentFault where another machine speaks in this peer's name.
         """
         local, view, now = self._local, self.view, self._local.clock.monotonic()
         run, stage = local.run, local.stage
@@ -239,6 +245,8 @@ class Announcer:
             claims=found.get(own_claims, view.claims),
             run_claims=found.get(run_claims, view.run_claims),
         )
+        if (said := found.get(stage_key(run, stage), {}).get(local.me)) is not None:
+            self._expect_own(said, now)
         self._reckon()
         if stage_key(run, stage) in asked:
             self._answered = {stage_key(run, stage), own_claims} <= found.keys()
@@ -285,10 +293,28 @@ class Announcer:
             idle=not own.head and own.unsent_tokens <= 0,
             stuck=stuck,
         )
+        self._remember(hosting)
         return {
             stage_key(local.run, local.stage): hosting,
             claim_key(local.run, local.stage): claim,
         }
+
+    def _remember(self, hosting: StageRecord) -> None:
+        now, name = self._local.clock.monotonic(), hash(hosting)
+        self._said.pop(name, None)
+        self._said[name] = now
+        while next(iter(self._said.values())) < now - SAID_S:
+            del self._said[next(iter(self._said))]
+
+    def _expect_own(self, said: StageRecord, now: float) -> None:
+        """Raise EnvironmentFault where another process says it in this peer's name; only once all
+        that was said before this one began has lapsed.
+        """
+        if now > self._began + SAID_S and hash(said) not in self._said:
+            raise EnvironmentFault(
+                "another machine takes part with this identity.key, too: each needs its own; stop "
+                "the peer on one of them, remove the key there, and start it again"
+            )
 
     def of_bells(self, bells: Iterable[BellRecord]) -> dict[str, Record]:
         return {bell_key(self._local.run, bell.round): bell for bell in bells}

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 
+from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.records import (
     BellRecord,
     ClaimRecord,
@@ -430,3 +431,30 @@ def test_a_record_that_would_be_longer_if_we_wrote_it_is_read_all_the_same() -> 
     looking = announcer(dht, 0)
     look(looking, [5])
     assert set(looking.view.stage) == {"a"}
+
+
+def test_a_copied_key_is_noticed_and_what_this_peer_said_itself_is_not_taken_for_that() -> None:
+    """Its records of before a restart live for an hour, and each that it said may be seen again."""
+    dht, clock = Dht(), TestClock()
+    peer = announcer(dht, 1, 3, clock)
+    here = dht.records.setdefault(stage_key(RUN, 1), {})
+
+    def look_at(record: StageRecord) -> None:
+        here["me"] = record
+        peer.look([5], 5, eager=True)
+
+    def say(number: int) -> StageRecord:
+        status = LoopStatus(tokens_per_s=number / 3)
+        record = peer.of_stage("spare", round_number=5, inner_steps=7, voids=0, own=status)
+        return StageRecord.decode(record[stage_key(RUN, 1)].encode())
+
+    of_before = stage_record()
+    for number in range(360):
+        own = say(number)
+        look_at(of_before)
+        clock.now += 10.0
+        look_at(own)
+    clock.now += 3600.0
+    look_at(own)  # of a write that came late
+    with pytest.raises(EnvironmentFault, match=r"another machine .* identity\.key"):
+        look_at(of_before)

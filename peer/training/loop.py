@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dilocox.compression.layout import FlatLayout
+from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.averaging.averager import AveragerStuck, StageBuffers
 from dilocox.peer.averaging.coordinator import ChildDied, Coordinator
@@ -447,8 +448,11 @@ class Learner:
         unsaved = [size for number, size in self._unsaved.items() if number > self._snapshots.round]
         kept_bytes = max(rounds.log_bytes, RECORDS_NEEDED * event.payload_bytes)
         used = max(len(unsaved) / rounds.records_kept, sum(unsaved) / max(1, kept_bytes))
-        if used >= SAVE_AT:
-            self._save()
+        if used >= SAVE_AT and not self._snapshots.refused:
+            try:
+                self._save()
+            except EnvironmentFault as error:  # the log is pruned then: a kill costs a state
+                self._snapshots.refuse(error)
         elif used >= SAVE_SOON_AT:
             self._snapshots.soon()
 

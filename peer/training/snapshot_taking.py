@@ -70,6 +70,7 @@ class Snapshots:
             read is not read again. Empty where there is none.
         sent_since: the sends after it, which may be in records; the oldest first.
         round: of the anchor of the newest complete one; -1 where there is none.
+        refused: whether the disk did not let the last one be written.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Snapshots:
         self._writing: Background | None = None  # or given up, until it has ended
         self._due_at = time.monotonic() + period_s
         self._haste = 1.0
-        self._told = False  # that the disk refuses them
+        self.refused = False
         self.round = self._round = -1 if found is None else found.round
         self.found = found is not None
         if self.found:  # one that it was to replace, and a crash came in between, takes room
@@ -135,7 +136,7 @@ class Snapshots:
         try:
             seconds = writing.result()
         except EnvironmentFault as error:
-            self._refused(error)
+            self.refuse(error)
             return False
         if not writing.complete:
             return False
@@ -190,15 +191,16 @@ class Snapshots:
             facts={"merge": facts, "inner": inner.values, "data": data},
         )
 
-    def _refused(self, error: EnvironmentFault) -> None:
+    def refuse(self, error: EnvironmentFault) -> None:
+        """Go on with the one before; the next one is tried soon."""
         self._due_at = time.monotonic() + RETRY_S
-        if not self._told:
-            self._told = True
+        if not self.refused:
+            self.refused = True
             words = "%s; training goes on, and the snapshot is tried again every %.0f s"
             logger.warning(words, error, RETRY_S)
 
     def _written(self, seconds: float) -> None:
-        self._told = False
+        self.refused = False
         self.round = self._round
         self._due_at = time.monotonic() + max(self._period_s, REST * seconds)
         # one that could not be removed may be needed where the newest cannot be read

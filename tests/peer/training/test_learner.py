@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import time
@@ -15,6 +16,7 @@ import torch
 
 from dilocox.peer.averaging.events import Failed, Resynced, Voided
 from dilocox.peer.averaging.loop_status import LoopStatus
+from dilocox.peer.chain import snapshot_files
 from dilocox.peer.chain.chain_client import CountedRounds, TakenState
 from dilocox.peer.training.snapshot_taking import Snapshots
 from dilocox.pipeline.messages import Stepped
@@ -243,6 +245,26 @@ def test_who_catches_up_writes_one_snapshot_after_the_last_record(tmp_path: Path
         loop.fake.events.put(loop.committed(number, 0.1))
         loop.learner.between_steps()
         assert bool(list(tmp_path.glob("snapshots/0*"))) is (number == 8)
+    assert snapshots(loop).round == 8
+
+
+def test_a_log_that_drops_records_while_the_disk_is_full_ends_no_peer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop(tmp_path, manifest(rounds={"records_kept": 4}))
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshot_files, "save_tensors", full)
+        for number in range(9):
+            loop.fake.events.put(loop.committed(number, 0.1))
+            loop.learner.between_steps()
+    assert caplog.text.count("no space left on the disk") == 1
+    end = time.monotonic() + 20
+    while loop.snapshots.refused and time.monotonic() < end:
+        loop.learner.snapshot_if_due()
     assert snapshots(loop).round == 8
 
 

@@ -448,7 +448,7 @@ def test_a_copied_key_is_noticed_and_what_this_peer_said_itself_is_not_taken_for
         record = peer.of_stage("spare", round_number=5, inner_steps=7, voids=0, own=status)
         return StageRecord.decode(record[stage_key(RUN, 1)].encode())
 
-    of_before = stage_record()
+    of_before = own = stage_record()
     for number in range(360):
         own = say(number)
         look_at(of_before)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import signal
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dilocox.dht.addresses import NO_FALLBACK
-from dilocox.dht.errors import AdmissionLapsed, BootstrapsSilent, NotAdmitted
+from dilocox.dht.errors import AdmissionLapsed, BootstrapsSilent, EnvironmentFault, NotAdmitted
+from dilocox.dht.files import bytes_below
+from dilocox.dht.manifest_revisions import back_to
 from dilocox.peer.options import PeerOptions
 from dilocox.peer.os_process import StopSignal
 from dilocox.peer.process import peer
-from tests.peer.local_peers import INVITE, RUN
+from tests.peer.local_peers import INVITE, MANIFEST, RUN, local_peer
 
 
 class StartedAgain(BaseException):
@@ -97,3 +100,27 @@ def test_whose_admission_is_over_while_it_is_to_rest_goes_on_resting(
     monkeypatch.setattr(peer, "start_again", again)
     with nullcontext() if signalled else pytest.raises(StartedAgain):
         assert peer.run_peer(PeerOptions(invite=INVITE, state=tmp_path)) == 0
+
+
+def test_a_peer_goes_back_before_it_looks_whether_its_disk_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The snapshot that a rollback leaves behind left no room for the next one, for ever."""
+    own = tmp_path / f"{RUN}-stage0"
+    (own / "snapshots" / "00000000").mkdir(parents=True)
+    (own / "snapshots" / "00000000" / "anchor.safetensors").write_bytes(b"x" * 100_000)
+    manifest = back_to(MANIFEST, -1, [MANIFEST.root] * MANIFEST.stages)
+    swarm = SimpleNamespace(admission=None, publish=lambda *_: True)
+    joined = local_peer(manifest=manifest, swarm=swarm)
+    left = list[int]()
+
+    def full(folder: Path, _: Any) -> None:
+        left.append(bytes_below(folder))
+        raise EnvironmentFault("no snapshot fits on the disk")
+
+    monkeypatch.setattr(peer, "wait_for_entry", lambda *_: NO_FALLBACK)
+    monkeypatch.setattr(peer, "join_run", lambda *_, **__: nullcontext(joined))
+    monkeypatch.setattr(peer, "check_disk", full)
+    with pytest.raises(EnvironmentFault, match="no snapshot fits"):
+        peer.run_peer(PeerOptions(invite=INVITE, state=tmp_path, stage="0"))
+    assert left[0] < 1000

@@ -15,8 +15,9 @@ import torch
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.peer.chain import snapshot_files
 from dilocox.peer.chain.snapshot_files import LOCAL_FILE
+from dilocox.peer.process.prepare import local_model
 from dilocox.peer.training import snapshot_taking
-from dilocox.peer.training.snapshot_taking import BYTES_PER_S
+from dilocox.peer.training.snapshot_taking import BYTES_PER_S, Snapshots
 from tests.dht.processes import wait_until
 from tests.peer.loops import STEP_TOKENS, Loop
 from tests.peer.training.merging import unsent
@@ -162,6 +163,17 @@ def test_a_full_disk_ends_a_peer_before_a_send_that_it_could_not_write_down(
     with pytest.raises(EnvironmentFault, match="journal: no space left"):
         loop.send(1)
     assert not loop.fake.of_kind("submit")[1:]
+
+
+def test_what_a_start_has_downloaded_is_on_the_disk_soon(loop: Loop, tmp_path: Path) -> None:
+    """A kill in the first half hour cost the download again."""
+    fresh = Snapshots(tmp_path / "new" / "snapshots", layout=loop.layout.digest, period_s=1500.0)
+    cpu, start = torch.device("cpu"), (4, "d" * 64)
+    model = local_model(
+        loop.manifest, 0, loop.layout, loop.buffers, fresh, cpu, start=lambda *_: start
+    )
+    wait_until(lambda: fresh.advance(model.merge, model.optimizer, lambda: {"part": 0}), 20.0)
+    assert fresh.round == 4
 
 
 def test_a_snapshot_that_a_newer_one_was_to_replace_goes_at_the_start(loop: Loop) -> None:

@@ -27,6 +27,7 @@ from dilocox.dht.invite import TcpAddress, bootstrap_address, listen_address
 logger = logging.getLogger(__name__)
 
 DIAL_TIMEOUT_S = 3.0
+MAX_TRIED = 4  # addresses of one name, one after the other
 # A bootstrap that is started at the same moment, as by docker compose, is up within this time.
 BOOTSTRAP_PATIENCE_S = 10.0
 BETWEEN_TRIES_S = 5.0
@@ -98,7 +99,7 @@ def check_ports(listen: Sequence[str]) -> None:
     for address in listen:
         parts = listen_address(address)
         try:
-            family, kind, protocol, _, target = _resolve(parts)
+            family, kind, protocol, _, target = _resolve(parts)[0]
             with socket.socket(family, kind, protocol) as probe:
                 # Connections of a former start may still linger; a listener is what must not be.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -169,15 +170,24 @@ def _without_fault(faults: Mapping[str, str | None]) -> tuple[str, ...]:
 
 def dial_fault(address: str) -> str | None:
     """None if somebody listens at the address of a bootstrap, else why it cannot be dialled."""
-    parts = bootstrap_address(address)
+    faults = dict[str, None]()
     try:
-        family, kind, protocol, _, target = _resolve(parts)
-        with socket.socket(family, kind, protocol) as probe:
-            probe.settimeout(DIAL_TIMEOUT_S)
-            probe.connect(target)
+        for family, kind, protocol, _, target in _resolve(bootstrap_address(address))[:MAX_TRIED]:
+            try:
+                with socket.socket(family, kind, protocol) as probe:
+                    probe.settimeout(DIAL_TIMEOUT_S)
+                    probe.connect(target)
+            except OSError as error:
+                faults[_words(error)] = None
+            else:
+                return None
     except (OSError, UnicodeError) as error:  # the second of a name that cannot be one
-        return str(getattr(error, "strerror", None) or error)
-    return None
+        return _words(error)
+    return ", ".join(faults)
+
+
+def _words(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error)
 
 
 def on_local_network(bootstraps: Sequence[str]) -> bool:
@@ -189,10 +199,10 @@ def on_local_network(bootstraps: Sequence[str]) -> bool:
     routed = set[bool]()
     for address in bootstraps:
         with contextlib.suppress(OSError, UnicodeError):
-            _, _, _, _, target = _resolve(bootstrap_address(address))
-            routed.add(ipaddress.ip_address(target[0]).is_global)
+            for _, _, _, _, target in _resolve(bootstrap_address(address)):
+                routed.add(ipaddress.ip_address(target[0]).is_global)
     return routed == {False}
 
 
-def _resolve(parts: TcpAddress) -> tuple[Any, Any, int, str, Any]:
-    return socket.getaddrinfo(parts.host, parts.port, type=socket.SOCK_STREAM)[0]
+def _resolve(parts: TcpAddress) -> list[tuple[Any, Any, int, str, Any]]:
+    return socket.getaddrinfo(parts.host, parts.port, parts.family, socket.SOCK_STREAM)

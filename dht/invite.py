@@ -8,6 +8,7 @@ are libp2p multiaddrs of bootstrap nodes.
 import hashlib
 import ipaddress
 import re
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ MAX_BOOTSTRAPS = 16
 PEER_ID_START = b"\x00\x24\x08\x01\x12\x20"
 
 _HOST = r"/(?P<kind>ip4|ip6|dns|dns4|dns6)/(?P<host>[A-Za-z0-9.:_%-]{1,255})"
+_FAMILIES = {"4": socket.AF_INET, "6": socket.AF_INET6}
 _LISTEN = re.compile(_HOST + r"/tcp/(?P<port>[0-9]{1,5})")
 PEER_ID = "12D3KooW[1-9A-HJ-NP-Za-km-z]{44}"
 MAX_PEER_ID = 64  # characters that are read as one; it has 52
@@ -32,11 +34,15 @@ _BOOTSTRAP = re.compile(_LISTEN.pattern + f"/p2p/(?P<peer_id>{PEER_ID})")
 
 @dataclass(frozen=True, kw_only=True)
 class TcpAddress:
-    """The parts of a multiaddr over TCP; `peer_id` is empty where the address names none."""
+    """The parts of a multiaddr over TCP; `peer_id` is empty where the address names none.
+
+    family: of the addresses that `host` stands for; AF_UNSPEC is both.
+    """
 
     host: str
     port: int
     peer_id: str = ""
+    family: socket.AddressFamily = socket.AF_UNSPEC
 
 
 @dataclass(frozen=True)
@@ -139,7 +145,10 @@ def _parse(pattern: re.Pattern[str], address: str, example: str) -> TcpAddress:
                 "address; write the machine's, or /dns4/NAME for a name"
             )
     return TcpAddress(
-        host=match["host"], port=int(match["port"]), peer_id=match.groupdict().get("peer_id", "")
+        host=match["host"],
+        port=int(match["port"]),
+        peer_id=match.groupdict().get("peer_id", ""),
+        family=_FAMILIES.get(match["kind"][-1], socket.AF_UNSPEC),
     )
 
 

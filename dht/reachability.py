@@ -79,9 +79,9 @@ class _Resolver:
     def busy(self) -> bool:
         return len(self._jobs) >= NAMES_AT_ONCE
 
-    async def look_up(self, host: str, port: int, *, type: int) -> Any:
+    async def look_up(self, host: str, port: int, *, family: int, type: int) -> Any:
         """As an event loop's `getaddrinfo`."""
-        job = self._threads.submit(socket.getaddrinfo, host, port, type=type)
+        job = self._threads.submit(socket.getaddrinfo, host, port, family=family, type=type)
         self._jobs.add(job)
         job.add_done_callback(self._jobs.discard)
         return await asyncio.wrap_future(job)
@@ -148,7 +148,7 @@ async def allowed_ips(
         ips = [place.host]
     else:
         look_up = look_up or asyncio.get_running_loop().getaddrinfo
-        asking = look_up(place.host, place.port, type=socket.SOCK_STREAM)
+        asking = look_up(place.host, place.port, family=place.family, type=socket.SOCK_STREAM)
         try:
             found = await asyncio.wait_for(asking, DIAL_LIMIT_S)
         except (OSError, asyncio.TimeoutError, UnicodeError):
@@ -428,6 +428,7 @@ async def find_reach(
     limit_s: float = 10.0,
     patience_s: float = 3.0,
     again: bool = False,
+    busy: Callable[[], bool] = lambda: False,
 ) -> Reachability:
     """Have these peers dial this one, all at the same time; the first that succeeds decides.
 
@@ -435,8 +436,11 @@ async def find_reach(
     has others dial, or peers that this one has not dialled before. While none of them answers they
     are asked again, for `patience_s`; where nothing gets in once more, for a busy machine may be
     late. Ends within `limit_s`. again: others reached it before, so a bootstrap's own word is
-    enough.
+    enough. busy: whether this peer fills its line, as in an exchange: then nobody is asked, and it
+    is no evidence that nothing got in.
     """
+    if busy():
+        return Reachability()
     started = time.monotonic()
     question = {"addresses": list(own_addresses[:MAX_NAMED]), "again": again}
     found, failures = Reachability(), 0
@@ -454,7 +458,7 @@ async def find_reach(
     if found.addresses:
         own = any(_is_own(address) for address in found.addresses)
         return replace(found, kind="public" if own else "mapped")
-    return replace(found, kind="dial_out" if found.asked else "unknown")
+    return replace(found, kind="dial_out" if found.asked and not busy() else "unknown")
 
 
 async def _dialled(

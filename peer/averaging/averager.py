@@ -313,7 +313,7 @@ class StageAverager(PeerService, DecentralizedAverager):
             self._p2p,
             now=hivemind_control.get_dht_time,
             refuse=self._buffers.probe_refused.add,
-            busy=lambda: any(attempt.running for attempt in self.attempts.values()),
+            busy=self.exchanging,
             admits=self.local.swarm.admits,
             bootstraps=self.local.dht.bootstraps,
             local_network=self.local.dht.local_network,
@@ -344,7 +344,7 @@ class StageAverager(PeerService, DecentralizedAverager):
         found = [str(address) for address in await self._p2p.get_visible_maddrs(latest=True)]
         own = [address.rpartition("/p2p/")[0] for address in found]
         asked = [PeerID.from_base58(peer) for peer in self.local.dht.bootstraps]
-        return await find_reach(self._p2p, asked, own, again=again)
+        return await find_reach(self._p2p, asked, own, again=again, busy=self.exchanging)
 
     @cached_property
     def _redialler(self) -> Redialler:

@@ -106,6 +106,10 @@ class PeerService(StageServicer):
         """One thread for codecs and arithmetic; made here, for a fork would lose its thread."""
         return ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
 
+    def exchanging(self) -> bool:
+        """Whether an exchange is under way, which needs the line."""
+        return any(attempt.running for attempt in self.attempts.values())
+
     # ---- what other peers call -------------------------------------------------------------------
     async def rpc_put(
         self, request: AsyncIterator[runtime_pb2.ExpertRequest], context: P2PContext

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dilocox.dht.addresses import (
     NO_FALLBACK,
     FallbackPeers,
+    dial_fault,
     kept_fallback,
     on_local_network,
     wait_for_entry,
 )
+from dilocox.dht.invite import listen_address
+from dilocox.dht.reachability import allowed_ips
 from tests.peer.fabricated import peer_id
 
 PUBLIC, HOME = "/ip4/8.8.8.8/tcp/31337", "/ip4/192.168.1.5/tcp/31337"
@@ -88,3 +93,50 @@ def test_peers_are_the_way_in_only_where_no_bootstrap_accepts_a_connection() -> 
         assert wait_for_entry([gone], fallback, patience_s=0.0) == replace(
             fallback, addresses=(there,)
         )
+
+
+# ---- a name of two families ----------------------------------------------------------------------
+@pytest.fixture
+def both(monkeypatch: pytest.MonkeyPatch) -> dict[socket.AddressFamily, str]:
+    """What any name stands for now, the first one first."""
+    ips = {socket.AF_INET6: "::1", socket.AF_INET: "127.0.0.1"}
+
+    def look_up(_: str, port: int, family: int = 0, *__: object, **___: object) -> list[Any]:
+        return [
+            (each, socket.SOCK_STREAM, 6, "", (ip, port))
+            for each, ip in ips.items()
+            if family in (0, each)
+        ]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    return ips
+
+
+@pytest.mark.parametrize(("kind", "listens"), [("dns4", True), ("dns", True), ("dns6", False)])
+@pytest.mark.usefixtures("both")
+def test_a_bootstrap_listens_where_any_address_of_its_name_does(kind: str, listens: bool) -> None:
+    """One that listens on IPv4 was out of reach for all whose machines have IPv6, too."""
+    with closing(listener()) as bootstrap:
+        port = bootstrap.getsockname()[1]
+        fault = dial_fault(f"/{kind}/both.example/tcp/{port}/p2p/{peer_id(0)}")
+    assert (fault is None) is listens, fault
+
+
+def test_what_a_name_is_in_the_other_family_says_nothing_of_the_run(
+    both: dict[socket.AddressFamily, str],
+) -> None:
+    both |= {socket.AF_INET6: "2001:4860:4860::8888", socket.AF_INET: "192.168.1.5"}
+    named = f"both.example/tcp/31337/p2p/{peer_id(0)}"
+    assert on_local_network([f"/dns4/{named}"])
+    assert not on_local_network([f"/dns/{named}"])
+    assert not on_local_network([f"/dns6/{named}"])
+
+
+def test_a_peer_is_dialled_back_at_addresses_of_the_family_that_it_names(
+    both: dict[socket.AddressFamily, str],
+) -> None:
+    """A firewall that drops the other family takes all the time that there is."""
+    both |= {socket.AF_INET6: "2001:4860:4860::8888", socket.AF_INET: "8.8.8.8"}
+    for kind, family in (("dns4", socket.AF_INET), ("dns6", socket.AF_INET6)):
+        place = listen_address(f"/{kind}/both.example/tcp/1")
+        assert asyncio.run(allowed_ips(place)) == [both[family]]

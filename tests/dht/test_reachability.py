@@ -13,10 +13,10 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from hivemind.p2p import P2P
+from hivemind.p2p import P2P, PeerID
 from hivemind.proto import runtime_pb2
 
 from dilocox.dht import reachability
@@ -258,6 +258,31 @@ def test_who_had_nobody_but_the_bootstrap_to_try_it_is_told_so(
         assert not await by_others(again=True)  # for then it asks nobody
 
     run(scene, 3)
+
+
+def test_that_nobody_gets_in_while_an_exchange_fills_the_line_says_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two such answers in a row ended the exchange, and the peer began anew."""
+    asked: list[Any] = []
+    begins_in_between = False
+
+    async def shut(*question: Any) -> dict[str, Any]:
+        asked.append(question)
+        return {"worked": [], "seen": [], "asked": 1}
+
+    def busy() -> bool:
+        return not begins_in_between or bool(asked)
+
+    def kind(busy: Callable[[], bool]) -> ReachKind:
+        own, peer = ["/ip4/8.8.8.8/tcp/1"], PeerID.from_base58(peer_id_of(bytes(32)))
+        return asyncio.run(find_reach(cast("P2P", None), [peer], own, busy=busy)).kind
+
+    monkeypatch.setattr(reachability, "asked_to_dial", shut)
+    assert kind(busy) == "unknown" and not asked
+    begins_in_between = True
+    assert kind(busy) == "unknown" and asked
+    assert kind(lambda: False) == "dial_out"
 
 
 def test_only_a_bootstrap_has_others_dialled(run: Run) -> None:

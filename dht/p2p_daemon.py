@@ -12,12 +12,12 @@ libp2p does not dial again by itself.
 import asyncio
 import asyncio.subprocess
 import contextlib
+import ipaddress
 import logging
 import resource
 import signal
 import time
-from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from dilocox.dht.errors import BootstrapsSilent, EnvironmentFault
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import bootstrap_address, listen_address
 from dilocox.dht.parent_death import dying_with_parent
-from dilocox.dht.rpc import LoopThread
+from dilocox.dht.rpc import SILENCE_S, LoopThread, Silence
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ PINGS_PER_BOOTSTRAP = 3
 # libp2p drops idle paths after a while; routers forget a mapping after 30 s at the earliest.
 CLOCK_PERIOD_S = 20.0
 CLOCK_AGAIN_S = 5.0  # after a bootstrap gave no answer
-PATIENCE = 3  # answers that do not come, after which a connection is given up
+MAPPING_LIMIT_S, LOOK_S = 12.0, 0.5  # libp2p looks for routers for five seconds, then asks them
 START_MARGIN_S = 2.0  # `startup_s` is kept by what is done in it
 STOP_GRACE_S = 1.0
 # By p2pd's default 512 are too many, so that it closes half, and first those that others dialled: a
@@ -78,6 +78,11 @@ class DaemonOptions:
     keeps_all: bool = False
     local_network: bool = False
 
+    @property
+    def asks_router(self) -> bool:
+        """Whether p2pd asks the router for a port (UPnP)."""
+        return any(not listen_address(each).host.startswith(LOOPBACK) for each in self.listen)
+
 
 class DaemonOwner:
     """Starts p2pd, watches it and measures run time through it."""
@@ -91,7 +96,7 @@ class DaemonOwner:
         self._thread: LoopThread | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.reach = Reachability()
-        self._unanswered: Counter[str] = Counter()
+        self._silence = Silence()
 
     def start(self) -> None:
         """Start p2pd and measure the clock; raises `EnvironmentFault`."""
@@ -153,7 +158,7 @@ class DaemonOwner:
                 dht_mode="client" if options.client_mode else "server",
                 # its relay service is on by default: strangers' streams, 4 GiB each, over this line
                 use_relay=False,
-                nat_port_map=any(not _is_loopback(address) for address in options.listen),
+                nat_port_map=options.asks_router,
                 startup_timeout=max(1.0, self._deadline - time.monotonic()),
                 check_if_identity_free=False,
             )
@@ -162,10 +167,18 @@ class DaemonOwner:
         """Ask others how they reach this node; where p2pd does not know it, start it once more."""
         options, p2p = self._options, self.p2p
         peers = {bootstrap_address(each).peer_id for each in options.reachable}
-        found = [str(address) for address in await p2p.get_visible_maddrs(latest=True)]
-        own = [address.rpartition("/p2p/")[0] for address in found]
         asked = [PeerID.from_base58(peer) for peer in sorted(peers)]
-        reach = self.reach = await find_reach(p2p, asked, own)
+        own = await _own_addresses(p2p)
+        reach = await find_reach(p2p, asked, own)
+        left_s = self._deadline - time.monotonic()
+        told = options.local_network or options.announce
+        mapped = list[str]()
+        if reach.kind == "dial_out" and options.asks_router and not told:
+            mapped = await mapped_addresses(p2p, own, min(MAPPING_LIMIT_S, left_s / 3))
+        if mapped:
+            own = [*mapped, *own]
+            reach = await find_reach(p2p, asked, own)
+        self.reach = reach
         if reach.kind == "dial_out":
             # nobody is to be sent to an address at which nothing comes in
             self._options = replace(options, client_mode=True, listen=(), announce=())
@@ -176,7 +189,9 @@ class DaemonOwner:
             listen = tuple(
                 f"{address.rpartition('/')[0]}/{min(ports)}" for address in options.listen
             )
-            self._options = replace(options, listen=listen, announce=reach.addresses)
+            # others behind the same router may not get in from outside
+            announce = (*reach.addresses, *filter(_is_at_home, own))
+            self._options = replace(options, listen=listen, announce=announce)
         else:
             return
         for task in self._tasks:
@@ -230,7 +245,7 @@ class DaemonOwner:
     async def _keep_time(self) -> None:
         answered = True
         while True:
-            await asyncio.sleep(CLOCK_AGAIN_S if self._unanswered else CLOCK_PERIOD_S)
+            await asyncio.sleep(CLOCK_AGAIN_S if self._silence else CLOCK_PERIOD_S)
             before, answered = answered, await self.measure(self._options.bootstraps, again=True)
             if before and not answered:  # said once: it may stay away for days
                 logger.warning(
@@ -240,46 +255,56 @@ class DaemonOwner:
                 logger.info("a bootstrap answers again")
 
     async def measure(self, bootstraps: tuple[str, ...], *, again: bool = False) -> bool:
-        """Ask these bootstraps for the time; whether one of them answered in time."""
+        """Ask these bootstraps for the time; whether one of them told it. again: they told it
+        before, so an answer that comes too late for that will do.
+        """
         peers: dict[str, list[Multiaddr]] = {}
         for address in bootstraps:
             dialled = Multiaddr(address.rpartition("/p2p/")[0])
             peers.setdefault(bootstrap_address(address).peer_id, []).append(dialled)
+        limit_s = SILENCE_S if again else PING_TIMEOUT_S  # an upload keeps answers waiting
         answers = await asyncio.gather(
             *(
-                self.samples_of(PeerID.from_base58(peer), addresses)
+                self.samples_of(PeerID.from_base58(peer), addresses, limit_s)
                 for peer, addresses in peers.items()
             )
         )
         offset = agreed_offset(answers, self._clock.offset)
         if offset is None:
-            return False
+            return again and any(answers)
         if not again:
             self._clock.measured(offset)
         elif not self._options.leads_time:
             self._clock.measured_again(offset)
         return True
 
-    async def samples_of(self, peer: PeerID, addresses: list[Multiaddr]) -> list[OffsetSample]:
-        """What a bootstrap answers to a few questions for the time; empty where it is silent."""
+    async def samples_of(
+        self, peer: PeerID, addresses: list[Multiaddr], limit_s: float
+    ) -> list[OffsetSample]:
+        """What a bootstrap answers to a few questions for the time, each within `limit_s`; empty
+        where it is silent.
+        """
         samples: list[OffsetSample] = []
         try:
+            self._silence.asked(str(peer))
             await asyncio.wait_for(self.p2p._client.connect(peer, addresses), PING_TIMEOUT_S)
             for _ in range(PINGS_PER_BOOTSTRAP):
+                self._silence.asked(str(peer))
                 asked_at = self._clock.own_time()
                 answer = await asyncio.wait_for(
                     self.p2p.call_protobuf_handler(
                         peer, PING_HANDLER, dht_pb2.PingRequest(), dht_pb2.PingResponse
                     ),
-                    PING_TIMEOUT_S,
+                    limit_s,
                 )
                 answered_at = self._clock.own_time()
                 samples.append(OffsetSample.from_ping(asked_at, answer.dht_time, answered_at))
-            del self._unanswered[str(peer)]
+                self._silence.ended(str(peer))
+                if answered_at - asked_at > PING_TIMEOUT_S:  # the next ones would tell no more
+                    break
         except Exception as error:  # noqa: BLE001 - an unreachable peer fails in many ways
             logger.debug("bootstrap %s does not answer: %r", peer, error)
-            self._unanswered[str(peer)] += 1
-            if self._unanswered[str(peer)] % PATIENCE == 0:
+            if self._silence.too_long(str(peer)):
                 await self._hang_up(peer)
         return samples
 
@@ -314,5 +339,31 @@ def _starting_as_we_want(most_connections: int) -> Generator[None, None, None]:
         asyncio.subprocess.create_subprocess_exec = original
 
 
-def _is_loopback(address: str) -> bool:
-    return listen_address(address).host.startswith(LOOPBACK)
+async def mapped_addresses(p2p: P2P, known: Collection[str], limit_s: float) -> list[str]:
+    """The public addresses that p2pd has and that are not known: those that the router maps to it,
+    which it says seconds after it was asked. Returns without any after `limit_s`.
+    """
+    end = time.monotonic() + limit_s
+    while True:
+        own = [each for each in await _own_addresses(p2p) if each not in known]
+        found = [each for each in own if (ip := _ip_of(each)) is not None and ip.is_global]
+        if found or time.monotonic() >= end:
+            return found
+        await asyncio.sleep(LOOK_S)
+
+
+async def _own_addresses(p2p: P2P) -> list[str]:
+    found = [str(address) for address in await p2p.get_visible_maddrs(latest=True)]
+    return [address.rpartition("/p2p/")[0] for address in found]
+
+
+def _is_at_home(address: str) -> bool:
+    ip = _ip_of(address)
+    return ip is not None and not (ip.is_global or ip.is_loopback or ip.is_link_local)
+
+
+def _ip_of(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """None for a name."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(listen_address(address).host)
+    return None

@@ -2,7 +2,7 @@
 
 libp2p does not dial again by itself after a cut, and routers forget a way that is not used. So such
 a peer dials everybody who may have to call it, and asks them the time now and then; where no answer
-comes, the connection is given up, for it may hang for long after the cut has healed, and made anew.
+comes for long, the connection is given up, for it may hang after the cut has healed, and made anew.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from dilocox.dht.invite import bootstrap_address
 from dilocox.dht.names import shown_peer
 from dilocox.dht.reachability import allowed_ips, ask_time
 from dilocox.dht.records import StageRecord
+from dilocox.dht.rpc import SILENCE_S, Silence
 
 logger = logging.getLogger(__name__)
 
 BEAT_S = 20.0  # routers forget a mapping after 30 s at the earliest
 SOON_S = 5.0  # to the next try where one failed
 LOOK_S = 0.5
-CONNECT_LIMIT_S, ANSWER_LIMIT_S = 5.0, 3.0
-PATIENCE = 3  # failed questions, after which the connection is given up
+CONNECT_LIMIT_S = 5.0
 MAX_DIALLED = 64
 COMMON = 8  # of them dialled by everybody, so that any two peers have dialled some in common
-AT_ONCE = 8
+AT_ONCE = 8  # dialled
 
 Targets = Mapping[str, Sequence[str]]
 """Multiaddrs by peer id."""
@@ -128,7 +128,7 @@ class Redialler:
         self._local_network = local_network
         self._targets: Targets = {}
         self._next: dict[str, float] = {}
-        self._failures: dict[str, int] = {}
+        self._silence = Silence()
         self._busy: set[str] = set()
         self._slots = asyncio.Semaphore(AT_ONCE)
         self._task: asyncio.Task[None] | None = None
@@ -137,7 +137,7 @@ class Redialler:
         """Dial these from now on, those that are new at once."""
         self._targets = targets
         self._next = {peer: at for peer, at in self._next.items() if peer in targets}
-        self._failures = {peer: n for peer, n in self._failures.items() if peer in targets}
+        self._silence.only(targets)
         if self._task is None:
             self._task = asyncio.ensure_future(self._live())
 
@@ -155,26 +155,27 @@ class Redialler:
 
     async def _beat(self, peer: str, addresses: Sequence[str]) -> None:
         try:
-            async with self._slots:
+            answered = await self._answers(PeerID.from_base58(peer), addresses)
+            if not answered and self._silence.too_long(peer):
+                logger.info("peer %s does not answer; dialling it again", shown_peer(peer))
+                await self._hang_up(PeerID.from_base58(peer))
                 answered = await self._answers(PeerID.from_base58(peer), addresses)
-                failures = self._failures[peer] = 0 if answered else self._failures.get(peer, 0) + 1
-                if failures and failures % PATIENCE == 0:
-                    logger.info("peer %s does not answer; dialling it again", shown_peer(peer))
-                    await self._hang_up(PeerID.from_base58(peer))
-                    answered = await self._answers(PeerID.from_base58(peer), addresses)
             self._next[peer] = time.monotonic() + (BEAT_S if answered else SOON_S)
         finally:
             self._busy.discard(peer)
 
     async def _answers(self, peer: PeerID, addresses: Sequence[str]) -> bool:
         try:
-            # does nothing where a connection stands
-            places = await self._places(addresses)
-            await asyncio.wait_for(self._p2p._client.connect(peer, places), CONNECT_LIMIT_S)
-            await ask_time(self._p2p, peer, limit_s=ANSWER_LIMIT_S)
+            async with self._slots:
+                places = await self._places(addresses)
+                # does nothing where a connection stands
+                await asyncio.wait_for(self._p2p._client.connect(peer, places), CONNECT_LIMIT_S)
+            self._silence.asked(str(peer))
+            await ask_time(self._p2p, peer, limit_s=SILENCE_S)
         except Exception as error:  # noqa: BLE001 - p2pd has many names for a peer that is gone
             logger.debug("%s not dialled: %r", peer, error)
             return False
+        self._silence.ended(str(peer))
         return True
 
     async def _places(self, addresses: Sequence[str]) -> list[Multiaddr]:

@@ -13,11 +13,20 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import math
 import re
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Container,
+    Coroutine,
+    Generator,
+    Sequence,
+)
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -134,6 +143,42 @@ class RequestLimit:
             raise CallRefused(
                 f"asked too often: {self._most} times in {self._within_s:g} s are answered", "often"
             )
+
+
+SILENCE_S = 40.0  # what was asked stood 27 s behind an upload of 40 kB/s
+
+
+class Silence:
+    """Since when peers have not answered, each over a connection that may hang for long after what
+    cut it is over. Given up too soon it takes along all that is under way on a slow one.
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[str, float] = {}
+
+    def __bool__(self) -> bool:
+        """Whether anybody is silent."""
+        return bool(self._since)
+
+    def asked(self, peer: str) -> None:
+        """It was asked something; the first time since it answered counts."""
+        self._since.setdefault(peer, time.monotonic())
+
+    def ended(self, peer: str) -> None:
+        """It has answered."""
+        self._since.pop(peer, None)
+
+    def only(self, peers: Container[str]) -> None:
+        """The others are not asked any more."""
+        self._since = {peer: since for peer, since in self._since.items() if peer in peers}
+
+    def too_long(self, peer: str) -> bool:
+        """Whether the connection is to be given up; if so it is counted anew."""
+        now = time.monotonic()
+        long = now - self._since.get(peer, math.inf) >= SILENCE_S
+        if long:
+            self._since[peer] = now
+        return long
 
 
 def byte_kind(what: object) -> str:

@@ -11,15 +11,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import P2P, P2PDaemonError
 from hivemind.utils import timed_storage
+from hivemind.utils.multiaddr import Multiaddr
 
-from dilocox.dht import node
+from dilocox.dht import node, p2p_daemon
 from dilocox.dht.addresses import FallbackPeers, Reachability
 from dilocox.dht.clock import RunClock
 from dilocox.dht.errors import BootstrapsSilent, EnvironmentFault, InvalidInput
@@ -30,7 +32,9 @@ from dilocox.dht.records import PartRecord, StageRecord, part_key, stage_key
 from dilocox.dht.swarm import Swarm
 from dilocox.dht.validator import RunRecordValidator
 from dilocox.dht.wire import seal
+from tests.peer.fabricated import peer_id
 from tests.pipeline.swarms import stage_record
+from tests.ports import free_port
 
 Node = tuple[RunDHT, Swarm, RunClock]
 OpenNode = Callable[..., Node]
@@ -371,7 +375,9 @@ def test_address_that_is_no_tcp_multiaddr_is_a_users_mistake(
 
 
 # ---- how others reach it -------------------------------------------------------------------------
-def opened(open_node: OpenNode, first: Node, key: Path, reach: Reachability) -> Node:
+def opened(
+    open_node: OpenNode, first: Node, key: Path, reach: Reachability, **options: Any
+) -> Node:
     async def find_reach(p2p: Any, peers: Sequence[Any], own: Sequence[str]) -> Reachability:
         return replace(reach, seen=(*map(str, peers), *own))
 
@@ -379,6 +385,7 @@ def opened(open_node: OpenNode, first: Node, key: Path, reach: Reachability) -> 
         Identity.load_or_create(key),
         bootstraps=first[0].visible_addresses(),
         find_reach=find_reach,
+        **options,
     )
 
 
@@ -411,3 +418,63 @@ def test_one_behind_a_mapped_port_announces_what_others_found(
     (address,) = dht.visible_addresses()
     assert address.startswith("/ip4/198.51.100.7/tcp/31337/p2p/")
     assert not dht.client_mode
+
+
+def test_it_announces_behind_those_also_where_it_is_at_home(
+    open_node: OpenNode, first: Node, tmp_path: Path
+):
+    """Many routers lead nobody who is behind them to what they map from outside."""
+    outside, home = "/ip4/198.51.100.7/tcp/31337", f"/ip4/192.168.1.5/tcp/{free_port()}"
+    found = Reachability(kind="mapped", addresses=(outside,))
+    dht, *_ = opened(open_node, first, tmp_path / "key", found, announce=(home,))
+    told = [address.partition("/p2p/")[0] for address in dht.visible_addresses()]
+    assert told == [outside, home]
+
+
+@pytest.mark.parametrize("local_network", [False, True])
+def test_it_waits_for_its_router_to_map_a_port_before_it_only_dials_out(
+    open_node: OpenNode,
+    first: Node,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    local_network: bool,
+):
+    mapped, peer = Multiaddr("/ip4/8.8.8.8/tcp/31337"), Multiaddr(f"/p2p/{peer_id(1)}")
+    visible, looks = P2P.get_visible_maddrs, list[float]()
+
+    async def later(self: P2P, *, latest: bool = False) -> list[Multiaddr]:
+        looks.append(time.monotonic())
+        found = await visible(self, latest=latest)
+        return [*found, mapped.encapsulate(peer)] if len(looks) > 3 else found
+
+    async def find_reach(_p2p: Any, _peers: Sequence[Any], own: Sequence[str]) -> Reachability:
+        worked = tuple(each for each in own if each == str(mapped))
+        return Reachability(kind="mapped" if worked else "dial_out", addresses=worked)
+
+    bootstraps = first[0].visible_addresses()
+    monkeypatch.setattr(P2P, "get_visible_maddrs", later)
+    monkeypatch.setattr(node, "on_local_network", lambda _: local_network)
+    monkeypatch.setattr(p2p_daemon, "LOOK_S", 0.01)
+    dht, *_ = open_node(
+        Identity.load_or_create(tmp_path / "key"),
+        bootstraps=bootstraps,
+        listen=("/ip4/0.0.0.0/tcp/0",),
+        find_reach=find_reach,
+    )
+    # on a local network no start is held up
+    assert dht.reach().kind == ("dial_out" if local_network else "mapped")
+    assert dht.client_mode is local_network
+    told = [address.partition("/p2p/")[0] for address in dht.visible_addresses()]
+    assert (str(mapped) in told) is not local_network
+
+
+def test_a_router_that_maps_nothing_is_not_waited_for_longer(monkeypatch: pytest.MonkeyPatch):
+    async def visible(*, latest: bool) -> list[Multiaddr]:
+        del latest
+        return [Multiaddr(f"/ip4/{ip}/tcp/1/p2p/{peer_id(1)}") for ip in ("8.8.8.8", "10.0.0.2")]
+
+    monkeypatch.setattr(p2p_daemon, "LOOK_S", 0.01)
+    p2p = cast("P2P", SimpleNamespace(get_visible_maddrs=visible))
+    began = time.monotonic()
+    assert asyncio.run(p2p_daemon.mapped_addresses(p2p, ["/ip4/8.8.8.8/tcp/1"], 0.1)) == []
+    assert 0.1 <= time.monotonic() - began < 5.0

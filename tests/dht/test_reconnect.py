@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hivemind.p2p import PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
-from dilocox.dht import reconnect
+from dilocox.dht import p2p_daemon, reconnect, rpc
 from dilocox.dht.addresses import MAX_ENTRIES
+from dilocox.dht.clock import RunClock
+from dilocox.dht.identity import Identity
+from dilocox.dht.p2p_daemon import DaemonOptions, DaemonOwner
 from dilocox.dht.reconnect import Redialler, dial_targets, entries_among, relays_between
 from dilocox.dht.records import StageRecord
 from dilocox.peer.rounds.live_group import MAX_WATCHED
@@ -179,3 +186,104 @@ def test_a_name_of_the_home_network_leads_there_as_little() -> None:
     name = ("/dns4/localhost/tcp/80",)
     assert asyncio.run(dialled_at(name, local_network=False)) is None
     assert asyncio.run(dialled_at(name, local_network=True)) == ["/ip4/127.0.0.1/tcp/80"]
+
+
+# ---- a connection that hangs, and one that is only slow ------------------------------------------
+SILENCE_S = 0.4
+Answer = Callable[[float], Awaitable[None]]  # to a question, of which it says the limit
+
+
+async def late(limit_s: float) -> None:
+    await asyncio.wait_for(asyncio.sleep(0.75 * SILENCE_S), limit_s)
+
+
+async def never(limit_s: float) -> None:
+    await asyncio.wait_for(asyncio.Event().wait(), limit_s)
+
+
+async def refused(limit_s: float) -> None:
+    raise ConnectionError("it has just started")
+
+
+def p2p_of(hung_up: list[PeerID], answer: Answer) -> Any:
+    """A p2pd whose connections stand; what is asked over them is answered so."""
+
+    async def connect(_peer: PeerID, _addresses: list[Multiaddr]) -> None:
+        pass
+
+    async def disconnect(peer: PeerID) -> None:
+        hung_up.append(peer)
+
+    async def call(*_: Any) -> Any:
+        await answer(math.inf)
+        return SimpleNamespace(dht_time=math.nan)  # it came too late to tell the time
+
+    client = SimpleNamespace(connect=connect, disconnect=disconnect)
+    return SimpleNamespace(_client=client, call_protobuf_handler=call)
+
+
+async def hang_ups(answers: list[Answer], for_s: float, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How often a connection is given up: each question is answered so, all later as the last."""
+
+    async def ask_time(*_: object, limit_s: float) -> float:
+        await (answers.pop(0) if len(answers) > 1 else answers[0])(limit_s)
+        return 0.0
+
+    hung_up = list[PeerID]()
+    monkeypatch.setattr(reconnect, "ask_time", ask_time)
+    redialler = Redialler(p2p_of(hung_up, never), local_network=True)
+    redialler.aim({peer_id(1): (f"/ip4/127.0.0.1/tcp/1/p2p/{peer_id(1)}",)})
+    await asyncio.sleep(for_s)
+    return len(hung_up)
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (rpc, reconnect, p2p_daemon):
+        monkeypatch.setattr(module, "SILENCE_S", SILENCE_S)
+    for name in ("BEAT_S", "SOON_S", "LOOK_S"):
+        monkeypatch.setattr(reconnect, name, 0.02)
+    monkeypatch.setattr(p2p_daemon, "PING_TIMEOUT_S", 0.1)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_connection_is_given_up_where_nothing_comes_for_long_and_only_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three late answers cut uploads of half a minute, each time that they began anew."""
+
+    def given_up(*answers: Answer, for_s: float) -> int:
+        return asyncio.run(hang_ups(list(answers), for_s, monkeypatch))
+
+    assert given_up(late, for_s=4 * SILENCE_S) == 0
+    assert given_up(refused, refused, refused, late, for_s=4 * SILENCE_S) == 0
+    assert given_up(never, for_s=1.5 * SILENCE_S) == 1
+    assert given_up(refused, for_s=1.5 * SILENCE_S) == 1
+
+
+def test_an_answer_may_stand_as_long_behind_an_upload_as_was_measured() -> None:
+    """At 40 kB/s; and after a cut the way is there again within about a minute."""
+    assert 30.0 <= rpc.SILENCE_S <= 60.0 - reconnect.BEAT_S
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("answer", [late, never])
+def test_a_bootstrap_is_hung_up_on_as_late(
+    answer: Answer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hung_up = list[PeerID]()
+    monkeypatch.setattr(DaemonOwner, "p2p", p2p_of(hung_up, answer))
+    bootstrap = f"/ip4/127.0.0.1/tcp/1/p2p/{peer_id(1)}"
+    options = DaemonOptions(
+        identity=Identity.load_or_create(tmp_path / "key"),
+        bootstraps=(bootstrap,),
+        reachable=(bootstrap,),
+        listen=(),
+        announce=(),
+        client_mode=True,
+        startup_s=1.0,
+    )
+    owner = DaemonOwner(options, RunClock(), on_death=lambda: None)
+    assert asyncio.run(owner.measure((bootstrap,), again=True)) is (answer is late)
+    assert len(hung_up) == (answer is never)
+    assert not asyncio.run(owner.measure((bootstrap,))), "a clock was set by an answer that is late"

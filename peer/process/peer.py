@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -59,7 +60,13 @@ from dilocox.peer.process.starting_stage import announce_joining, chosen_stage, 
 from dilocox.peer.rounds.outer_step import anchor_sha256
 from dilocox.peer.rounds.record import RecordRefused
 from dilocox.peer.state_folder import StateFolder
-from dilocox.peer.training.data import evaluated_at_once, written_text
+from dilocox.peer.training.data import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    evaluated_at_once,
+    written_text,
+)
+from dilocox.peer.training.data_sources import HubAway
 from dilocox.peer.training.inner_optimizer import clip_factor
 from dilocox.peer.training.loop import Learner, Move, Revised
 from dilocox.peer.training.offload import gpu_memory
@@ -344,6 +351,7 @@ class Assembly:
 
 
 RENEWED_LOOK_S = 300.0  # whose admission is over looks so often whether it was renewed
+HUB_PAUSE = "_DILOCOX_HUB_PAUSE_S"  # an environment variable, for the process that comes next
 
 
 def run_peer(options: PeerOptions) -> int:
@@ -358,9 +366,11 @@ def run_peer(options: PeerOptions) -> int:
         identity = Identity.load_or_create(folder.identity)
         listen = [f"/ip4/{options.host}/tcp/{options.port}"]
         run = options.invite.run_id
+        returns = folder.took_part(run)  # a peer that starts again is not to be lost
+        hub_pause_s = float(os.environ.pop(HUB_PAUSE, FIRST_PAUSE_S))
         try:
             fallback = NO_FALLBACK
-            if folder.took_part(run):  # a peer that starts again is not to be lost
+            if returns:
                 fallback = wait_for_entry(
                     options.invite.bootstraps, kept_fallback(folder.fallback_peers(run))
                 )
@@ -380,11 +390,15 @@ def run_peer(options: PeerOptions) -> int:
                 start_again()
         except StopRequested:
             logger.info("left: stopped on request, before training began")
-        except BootstrapsSilent as error:  # they went away while this peer joined
-            if not folder.took_part(run):
+        except (BootstrapsSilent, HubAway) as error:  # they went away while this peer joined
+            if not returns:
                 raise
-            logger.warning("%s; trying again", error)
-            if stop.event.wait(BETWEEN_TRIES_S):
+            pause_s = BETWEEN_TRIES_S
+            if isinstance(error, HubAway):
+                pause_s = hub_pause_s
+                os.environ[HUB_PAUSE] = str(min(2 * pause_s, LONGEST_PAUSE_S))
+            logger.warning("%s; trying again in %.0f s", error, pause_s)
+            if stop.event.wait(pause_s):
                 logger.info("left: stopped on request")
                 return 0
             start_again()

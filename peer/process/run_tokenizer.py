@@ -29,6 +29,7 @@ from dilocox.dht.rpc import REFUSED, Client, LoopThread
 from dilocox.dht.wire import Malformed, pack, unpack
 from dilocox.peer.chain.store import TOKENIZER_NAME, archive_folder
 from dilocox.peer.training.data import PretrainedTokenizer, check_tokenizer, open_tokenizer
+from dilocox.peer.training.data_sources import HubAway
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +81,8 @@ def reachable_tokenizer(place: Joined, bootstraps: Sequence[str], folder: Path) 
     """What to call the run's tokenizer on this machine: its name where that opens here, else a
     folder, below this one, with what a bootstrap gave.
 
-    bootstraps: their addresses. Raises EnvironmentFault if nobody gives it in time, InvalidInput if
-    it is not the run's.
+    bootstraps: their addresses. Raises EnvironmentFault if nobody gives it in time, HubAway if
+    the hub may later, InvalidInput if it is not the run's.
     """
     data, kept = place.manifest.data, folder / TOKENIZER_NAME
     if data.tokenizer == "byt5":
@@ -96,7 +97,8 @@ def reachable_tokenizer(place: Joined, bootstraps: Sequence[str], folder: Path) 
     logger.info("the tokenizer cannot be had here (%s): taking the bootstrap's", reason)
     files = _fetched(place, bootstraps, time.monotonic() + WAIT_S)
     if files is None:
-        raise EnvironmentFault(f"no bootstrap gives the run's tokenizer, and here: {reason}")
+        kind = HubAway if isinstance(reason, HubAway) else EnvironmentFault
+        raise kind(f"no bootstrap gives the run's tokenizer, and here: {reason}")
     make_folder(folder)
     with tempfile.TemporaryDirectory(dir=folder) as name:
         partial = Path(name) / TOKENIZER_NAME

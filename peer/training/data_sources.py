@@ -329,7 +329,8 @@ def require_hub(
 
     Raises:
         InvalidInput: the hub answers that there is no such repository, or none for this account.
-        EnvironmentFault: it does not answer.
+        HubAway: it does not answer now, or asks for fewer questions.
+        EnvironmentFault: it answers something else, or this machine is told not to ask.
     """
     hub: Any = importlib.import_module("huggingface_hub")
     errors: Any = importlib.import_module("huggingface_hub.errors")
@@ -346,7 +347,11 @@ def require_hub(
             "(a private or gated one needs the environment variable HF_TOKEN)"
         ) from error
     except (OSError, errors.HTTPError) as error:
-        raise EnvironmentFault(
+        answer = getattr(error, "response", None)  # none where it was not reached
+        passes = answer is None or answer.status_code in (408, 429) or answer.status_code >= 500
+        allowed = not isinstance(error, errors.OfflineModeIsEnabled)
+        fault = HubAway if passes and allowed else EnvironmentFault
+        raise fault(
             f"the Hugging Face hub does not answer for {field} {name!r} ({reason_of(error)}); "
             f"check the network, or set {field} to something on this machine"
         ) from error
@@ -368,7 +373,8 @@ def reading(spec: DataSpec) -> Generator[None, None, None]:
         kind = EnvironmentFault
         if spec.format == "hub":
             remedy = "check the network, and that HF_HOME names a folder that can be written"
-            if isinstance(error, OSError | hub_errors.HTTPError):
+            network = isinstance(error, OSError | hub_errors.HTTPError)
+            if network and not isinstance(error, PermissionError):
                 kind = HubAway
         raise kind(
             f"{spec.SOURCE} {spec.source!r} cannot be read ({reason_of(error)}); {remedy}"

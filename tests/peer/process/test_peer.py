@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,6 +18,7 @@ from dilocox.dht.manifest_revisions import back_to
 from dilocox.peer.options import PeerOptions
 from dilocox.peer.os_process import StopSignal
 from dilocox.peer.process import peer
+from dilocox.peer.training.data_sources import HubAway
 from tests.peer.local_peers import INVITE, MANIFEST, RUN, local_peer
 
 
@@ -25,14 +27,16 @@ class StartedAgain(BaseException):
 
 
 @pytest.mark.parametrize("has_been_in_it", [True, False])
-def test_who_has_been_in_a_run_is_not_lost_where_its_bootstraps_go_away_meanwhile(
+@pytest.mark.parametrize("fault", [BootstrapsSilent, HubAway])
+def test_who_has_been_in_a_run_is_not_lost_where_what_it_needs_goes_away_meanwhile(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    fault: type[EnvironmentFault],
     has_been_in_it: bool,
 ) -> None:
     def silent(*_: Any, **__: Any) -> Any:
-        raise BootstrapsSilent("no answer from the bootstraps")
+        raise fault("no answer")
 
     def again() -> None:
         raise StartedAgain
@@ -41,12 +45,41 @@ def test_who_has_been_in_a_run_is_not_lost_where_its_bootstraps_go_away_meanwhil
     monkeypatch.setattr(peer, "join_run", silent)
     monkeypatch.setattr(peer, "start_again", again)
     monkeypatch.setattr(peer, "BETWEEN_TRIES_S", 0.0)
+    monkeypatch.setenv(peer.HUB_PAUSE, "0.0")
     options = PeerOptions(invite=INVITE, state=tmp_path)
     if has_been_in_it:
         (tmp_path / f"{RUN}-stage1").mkdir()
-    with pytest.raises(StartedAgain if has_been_in_it else BootstrapsSilent):
+    with pytest.raises(StartedAgain if has_been_in_it else fault):
         peer.run_peer(options)
     assert ("trying again" in caplog.text) is has_been_in_it
+
+
+def test_the_hub_is_asked_less_and_less_often_while_it_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults: list[EnvironmentFault] = [HubAway("429"), HubAway("429"), HubAway("429")]
+    faults += [BootstrapsSilent("no answer"), HubAway("429")]  # it was there meanwhile
+
+    def away(*_: Any, **__: Any) -> Any:
+        raise faults.pop(0)
+
+    def again() -> None:
+        raise StartedAgain
+
+    monkeypatch.setattr(peer, "wait_for_entry", lambda *_: NO_FALLBACK)
+    monkeypatch.setattr(peer, "join_run", away)
+    monkeypatch.setattr(peer, "start_again", again)
+    monkeypatch.setattr(peer, "BETWEEN_TRIES_S", 0.0)
+    monkeypatch.setattr(peer, "FIRST_PAUSE_S", 0.125)
+    monkeypatch.setattr(peer, "LONGEST_PAUSE_S", 0.375)
+    monkeypatch.setenv(peer.HUB_PAUSE, "0.125")  # and so it is put back at the end
+    (tmp_path / f"{RUN}-stage1").mkdir()
+    handed_on = list[str | None]()
+    while faults:
+        with pytest.raises(StartedAgain):
+            peer.run_peer(PeerOptions(invite=INVITE, state=tmp_path))
+        handed_on.append(os.environ.get(peer.HUB_PAUSE))
+    assert handed_on == ["0.25", "0.375", "0.375", None, "0.25"]
 
 
 @pytest.mark.parametrize("error", [AdmissionLapsed("its time ended"), NotAdmitted("never was")])

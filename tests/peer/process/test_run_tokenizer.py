@@ -15,8 +15,10 @@ from dilocox.dht.join import Joined
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.wire import unpack
 from dilocox.peer.chain.store import TOKENIZER_NAME, archive_folder
+from dilocox.peer.process import run_tokenizer
 from dilocox.peer.process.run_tokenizer import MAX_BYTES, archive_tokenizer, reachable_tokenizer
 from dilocox.peer.training.data import open_tokenizer, tokenizer_digest
+from dilocox.peer.training.data_sources import HubAway
 from tests.peer.corpora import write_tokenizer
 from tests.peer.loops import MODEL
 
@@ -85,3 +87,21 @@ def test_what_a_bootstrap_gave_is_used_again_unless_it_is_damaged(
         (kept / "tokenizer.json").write_bytes(b"")
     found = reachable_tokenizer(place, (), tmp_path / "folder")
     assert found == (str(source) if damaged else str(kept))
+
+
+def test_one_that_only_the_hub_has_may_come_once_that_is_back(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(_: str) -> None:
+        raise HubAway("no answer")
+
+    async def handle() -> SimpleNamespace:
+        return SimpleNamespace(shutdown=handle)
+
+    dht = SimpleNamespace(replicate_p2p=handle)
+    place = cast("Joined", SimpleNamespace(run=RUN, manifest=manifest_of(source), dht=dht))
+    monkeypatch.setattr(run_tokenizer, "open_tokenizer", away)
+    for name in ("WAIT_S", "PAUSE_S"):
+        monkeypatch.setattr(run_tokenizer, name, 0.0)
+    with pytest.raises(HubAway, match="no bootstrap gives the run's tokenizer"):
+        reachable_tokenizer(place, (), tmp_path / "folder")

@@ -11,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -25,7 +26,12 @@ from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.manifest import DataSpec
 from dilocox.peer.training import data_sources
 from dilocox.peer.training.data import held_out_digest, held_out_windows, open_tokenizer
-from dilocox.peer.training.data_sources import library_files, open_source, with_formats
+from dilocox.peer.training.data_sources import (
+    HubAway,
+    library_files,
+    open_source,
+    with_formats,
+)
 from tests.peer.corpora import (
     FORMATS,
     LENGTH,
@@ -366,6 +372,31 @@ def filled(folder: Path, names: list[str]) -> str:
     return str(folder / "texts")
 
 
+@contextmanager
+def hub_that_answers(
+    monkeypatch: pytest.MonkeyPatch, status: Callable[[str], int]
+) -> Generator[None]:
+    """With this status to a path, and without any content."""
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status(self.path))
+            self.send_header("X-Error-Code", "RevisionNotFound" if status(self.path) == 404 else "")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            del format, args
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        try:
+            yield
+        finally:
+            server.shutdown()
+
+
 class TestHubOutOfReach:
     SPEC = DataSpec(source="somebody/stories", format="hub")
 
@@ -390,32 +421,25 @@ class TestHubOutOfReach:
     ) -> None:
         request.getfixturevalue(hub)
         began = time.monotonic()
-        with pytest.raises(
-            EnvironmentFault, match=r"'somebody/stories'.*check the network, or set"
-        ):
+        with pytest.raises(HubAway, match=r"'somebody/stories'.*check the network, or set"):
             open_source(self.SPEC)
         assert time.monotonic() - began < 10
+
+    @pytest.mark.parametrize(("status", "passes"), [(429, True), (503, True), (400, False)])
+    def test_only_what_the_hub_may_answer_otherwise_later_is_worth_another_try(
+        self, monkeypatch: pytest.MonkeyPatch, status: int, passes: bool
+    ) -> None:
+        with hub_that_answers(monkeypatch, lambda _: status), pytest.raises(EnvironmentFault) as it:
+            open_source(self.SPEC)
+        assert isinstance(it.value, HubAway) is passes
 
     def test_a_revision_that_the_hub_does_not_have_is_the_users_mistake(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        class Hub(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                known = self.path == "/api/datasets/somebody/stories"
-                self.send_response(200 if known else 404)
-                self.send_header("X-Error-Code", "RevisionNotFound")
-                self.end_headers()
-
-            def log_message(self, format: str, *args: object) -> None:
-                del format, args
-
-        with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-            address = f"http://127.0.0.1:{server.server_port}"
-            monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
-            with pytest.raises(InvalidInput, match="'somebody/stories' has no revision 'v9'"):
-                open_source(replace(self.SPEC, revision="v9"))
-            server.shutdown()
+        known = "/api/datasets/somebody/stories"
+        hub = hub_that_answers(monkeypatch, lambda path: 200 if path == known else 404)
+        with hub, pytest.raises(InvalidInput, match="'somebody/stories' has no revision 'v9'"):
+            open_source(replace(self.SPEC, revision="v9"))
 
     @pytest.mark.usefixtures("closed")
     def test_a_tokenizer_that_is_not_here_is_a_fault_within_seconds(self) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+from huggingface_hub.errors import OfflineModeIsEnabled
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.manifest import DataSpec
@@ -459,8 +460,20 @@ class TestHubOutOfReach:
 
         monkeypatch.setattr(data_sources, "require_hub", lambda *_, **__: None)
         monkeypatch.setattr("datasets.load_dataset_builder", refuse)
-        with pytest.raises(EnvironmentFault, match=r"Permission denied.*HF_HOME"):
+        with pytest.raises(EnvironmentFault, match=r"Permission denied.*HF_HOME") as it:
             open_source(self.SPEC)
+        assert not isinstance(it.value, HubAway), "no later try helps"
+
+    def test_who_has_switched_the_hub_off_is_told_so_at_once(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def offline(*_: object, **__: object) -> None:
+            raise OfflineModeIsEnabled("HF_HUB_OFFLINE=1")
+
+        monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", offline)
+        with pytest.raises(EnvironmentFault, match="HF_HUB_OFFLINE") as it:
+            open_source(self.SPEC)
+        assert not isinstance(it.value, HubAway), "no later try helps"
 
     @pytest.mark.sweep  # a process that reads all kinds
     def test_local_data_needs_neither_network_nor_a_home_that_can_be_written(

@@ -6,7 +6,9 @@ every heartbeat: where two took the same part at once, the smaller id keeps it a
 on. Where there are more heads than parts they are spread over them, and each head that shares a
 part reads it from an epoch of its own: in another order than the others. A head that was in no
 record yet keeps no head that was in one from a part: keys that train nothing may say that they read
-everything.
+everything. How far a part was read know those alone that looked at it while the record of its last
+head lived. Who takes it without that, in a run that has records, reads it from an epoch of its own,
+too: from the beginning of the first one each would read what those before it have read.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from dilocox.dht.records import PartRecord, Record, part_key
 from dilocox.peer.averaging.local_peer import LocalPeer
 
 READ_AT_ONCE = 16  # parts that are looked at together
-# Epochs at which heads that share a part begin: beyond what a first reader comes to.
+# Epochs at which heads begin that share a part, or do not know how far it was read: beyond what the
+# first readers come to.
 SHARED_EPOCHS = range(1 << 12, 1 << 20)
 MOST_EPOCHS = 3 << 19  # that a head is believed; from there on a record has room for as many again
 _ROW_BITS = 32  # the low bits of a position count rows, the others epochs
@@ -36,7 +39,10 @@ def place_of(position: int) -> tuple[int, int]:
 
 
 class PartLease:
-    """The part of the data that this head reads."""
+    """The part of the data that this head reads.
+
+    position: where to begin in it, once `settle` has taken it.
+    """
 
     def __init__(self, local: LocalPeer, first: int | None = None):
         """`first`: the part to try first, that of the snapshot."""
@@ -46,6 +52,7 @@ class PartLease:
         # those behind it are next: with a restart a day the ones before would else come each day
         self._tried = 0 if first is None or first not in parts else self._order.index(first)
         self.part = self._order[self._tried]
+        self.position = 0
         self._positions: dict[int, int] = {}  # how far the holders of other parts were seen
         self.held = False
         self._lifetime_s = local.manifest.deadlines.record_lifetime_s
@@ -54,16 +61,6 @@ class PartLease:
         self._credited: Collection[str] = ()
         self._announced = -1  # the part that was told last
         self._stored_at = -math.inf
-
-    @property
-    def position(self) -> int:
-        """Where to begin in a part that was just taken: how far its last holder was seen, or where
-        nobody else reads that shares it.
-        """
-        if self._shared:
-            own = int.from_bytes(_rank(self._local.me, self.part)[:8], "big")
-            return position_of(SHARED_EPOCHS[own % len(SHARED_EPOCHS)])
-        return self._positions.get(self.part, 0)
 
     def settle(self, credited: Collection[str] = ()) -> bool:
         """Look who else has the part, and take another one if it is somebody else's; whether so.
@@ -90,6 +87,8 @@ class PartLease:
         moved = part != self.part or not self.held
         if part != self.part:
             self._stored_at = -math.inf  # nothing of it is
+        if part != self._announced or (shared and not self._shared):  # else it reads there already
+            self.position = self._beginning(part, shared=shared)
         self.part, self._shared = part, shared
         return moved
 
@@ -117,6 +116,17 @@ class PartLease:
 
     def _turn(self, peer: str) -> tuple[bool, str]:
         return peer not in self._credited, peer
+
+    def _beginning(self, part: int, *, shared: bool) -> int:
+        """Where its last holder was seen, or, where none was or others read it now, the start of an
+        order of this head's own. Of a run without records nothing was read: its first heads begin
+        at the first epoch.
+        """
+        seen = None if shared else self._positions.get(part)
+        if seen is None and (shared or self._credited):
+            own = int.from_bytes(_rank(self._local.me, part)[:8], "big")
+            return position_of(SHARED_EPOCHS[own % len(SHARED_EPOCHS)])
+        return seen or 0
 
     def _free_part(self) -> tuple[int, bool]:
         """The next part that nobody holds; if there is none, the next of those that the fewest

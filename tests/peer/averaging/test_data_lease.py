@@ -120,24 +120,43 @@ def test_whatever_was_lost_heads_end_with_parts_of_their_own(seed: int) -> None:
     assert not any(lease.renew(0) for lease in heads)
 
 
-def test_a_part_whose_head_is_gone_is_free_after_its_expiry_and_goes_on_where_it_was() -> None:
+@pytest.mark.parametrize("known", [False, True])
+def test_a_part_whose_head_is_gone_is_free_after_its_expiry_and_goes_on_where_it_was(
+    known: bool,
+) -> None:
     first, second = same_first_part(2, 8)
+    credited = first + second if known else ""  # the run has a record
     dht = Dht()
     gone, stays = Head(dht, first), Head(dht, second)
-    gone.renew(0)
-    gone.renew(500)
-    stays.renew(0)
+    gone.renew(0, credited)
+    gone.renew(500, credited)
+    stays.renew(0, credited)
     assert stays.part != gone.part
-    assert stays.position == 0
+    assert stays.position != 500
     dht.now += LIFETIME_S + 1
     heir = Head(dht, "heir")
     while stays.part != gone.part:  # its own parts are read to their ends, one after the other
         stays.finish()
-        stays.renew(0)
+        stays.renew(0, credited)
     assert stays.position == 500
     assert dht.read(part_key(RUN, gone.part)) == {second: PartRecord(part=gone.part, position=500)}
     heir.renew(0)
     assert heir.part != gone.part
+
+
+def test_nobody_begins_where_those_began_of_whom_nothing_is_left() -> None:
+    """Volunteers who stayed for hours each read the beginning of a part, and nobody its end."""
+    dht = Dht()
+    begun = list[int]()
+    for name in ("a", "b", "c"):
+        lease = Head(dht, name, parts=1)
+        lease.renew(0, "z")  # the run has a record
+        begun.append(lease.position)
+        lease.renew(lease.position + 500, name)
+        dht.now += LIFETIME_S + 1
+    places = [place_of(position) for position in begun]
+    assert len(set(places)) == 3
+    assert all(0 < epoch < MOST_EPOCHS and rows == 0 for epoch, rows in places)
 
 
 @pytest.mark.parametrize("stated", [2**53 - 1, 2**53])
@@ -198,6 +217,17 @@ def test_a_write_that_fails_once_costs_no_lease_that_still_stands() -> None:
     first.announcement(0, 9)
     first.published(False)
     assert not first.renew(9)
+
+
+def test_a_lease_that_could_not_be_told_begins_its_part_no_second_time() -> None:
+    """It was opened where a newcomer would begin, and what was read of it read again."""
+    lease = Head(Dht(), "a", parts=1)
+    lease.settle()
+    begun = lease.position
+    lease.announcement(0, 9)
+    lease.published(False)
+    assert lease.settle("a")  # the run has a record now
+    assert lease.position == begun
 
 
 def test_a_part_that_was_taken_while_the_last_one_was_told_begins_where_it_should() -> None:
@@ -288,7 +318,9 @@ def test_keys_that_train_nothing_keep_nobody_from_a_part() -> None:
         assert not any(lease.renew(100, "mno") for lease in honest)
     assert [lease.part for lease in honest] == taken
     honest[0].finish()
-    assert honest[0].renew(100, "mno") and honest[0].position == 0
+    assert honest[0].renew(100, "mno")
+    epoch, rows = place_of(honest[0].position)
+    assert epoch < MOST_EPOCHS - 1 and rows == 0
 
 
 def test_who_is_new_yields_to_who_was_in_a_record() -> None:

@@ -11,6 +11,9 @@ Neighbouring windows share one token, so that every token of a buffer is predict
 after the last whole window are not. A thread of its own makes the next buffers while one is used,
 so that no step waits for a disk, the hub or a tokenizer.
 
+Short documents are tokenized many at a time, and long ones in slices: a call costs more than a few
+words do, and one for 50 MB of text would take gigabytes.
+
 A tokenizer makes token ids of a document's bytes. No text becomes a special token, whatever it
 spells: a document that contains `</s>` must not end there.
 
@@ -23,17 +26,14 @@ The validation loss is that of the anchor, on the run's fixed held-out windows.
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import importlib
 import json
 import logging
-import queue
-import threading
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +55,7 @@ from dilocox.peer.training.data_sources import (
     json_sha256,
     require_hub,
 )
+from dilocox.peer.training.read_ahead import ReadAhead, TokenBuffer
 from dilocox.pipeline.pretrained import split_commit
 from dilocox.pipeline.stage_worker import summed_loss
 
@@ -71,6 +72,9 @@ class ByteTokenizer:
 
     def encode(self, document: bytes) -> TokenIds:
         return np.frombuffer(document, dtype=np.uint8).astype(np.int32) + 3
+
+    def encode_all(self, documents: Sequence[bytes]) -> list[TokenIds]:
+        return [self.encode(document) for document in documents]
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(each - 3 for each in ids if 3 <= each < 259).decode(errors="replace")
@@ -94,11 +98,24 @@ class PretrainedTokenizer:
 
     def encode(self, document: bytes) -> TokenIds:
         """Return the ids of the document read as UTF-8; what is not UTF-8 is replaced."""
-        text = document.decode("utf-8", errors="replace")
+        return self.encode_all([document])[0]
+
+    def encode_all(self, documents: Sequence[bytes]) -> list[TokenIds]:
+        """`encode` of each, in one call: of short documents that takes a fraction of the time, and
+        most of it without Python's lock.
+        """
+        if not documents:
+            return []
+        texts = [document.decode("utf-8", errors="replace") for document in documents]
         encoded = self._tokenizer(
-            text, add_special_tokens=False, split_special_tokens=True, verbose=False
+            texts,
+            add_special_tokens=False,
+            split_special_tokens=True,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
         )
-        return np.asarray(encoded["input_ids"], dtype=np.int32)
+        return [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
@@ -165,6 +182,8 @@ def check_tokenizer(data: DataSpec, tokenizer: Tokenizer, model: Mapping[str, An
 
 def _load_pretrained(name: str) -> Any:
     auto: Any = importlib.import_module("transformers").AutoTokenizer
+    # a batch would else be spread over all cores, beside the training that it is to keep supplied
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     options: dict[str, Any] = {"trust_remote_code": False}
     if not Path(name).is_dir():
         name, options["revision"] = split_commit(name)
@@ -182,84 +201,10 @@ def _load_pretrained(name: str) -> Any:
 
 
 BUFFER_TOKENS = 1 << 18
+ENCODED_BYTES = 1 << 20  # that are tokenized at once: meanwhile each takes a hundred times as much
 _MIN_BUFFER_WINDOWS = 32  # for very long windows
 ROWS_AT_ONCE = 1 << 12  # that are passed over
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 10.0, 300.0  # where the hub gives no answer
-_EXIT_LIMIT_S = 5.0  # a buffer takes about one
-_BUFFERS_AHEAD = 2  # a slow disk or hub is made up for by so much
-
-
-@dataclass(frozen=True)
-class _TokenBuffer:
-    windows: TokenIds  # [n, sequence_length + 1], shuffled
-    epoch: int
-    start: dict[str, Any]  # where in the files it began
-
-
-class _ReadAhead:
-    """Computes the items of an iterator in a thread of its own, a few before they are asked for.
-
-    What the iterator raises is raised by `next` in its place, after the items before it.
-    """
-
-    def __init__(self, items: Iterator[_TokenBuffer | None]):
-        """items: None now and then where one takes long, to be asked whether to end."""
-        self._queue: queue.Queue[_TokenBuffer | BaseException] = queue.Queue(_BUFFERS_AHEAD)
-        self._stopped = threading.Event()
-        # a daemon: a peer that leaves must not wait for long for a hub that gives no answer
-        self._thread = threading.Thread(
-            target=self._read, args=(items,), name="read-ahead", daemon=True
-        )
-        self._thread.start()
-        atexit.register(self._end)
-
-    @property
-    def ready(self) -> bool:
-        """Whether `next` returns at once."""
-        return not self._queue.empty()
-
-    def has(self, windows: int) -> bool:
-        """Whether so many are here, or as many as are read ahead, or nothing else will come."""
-        with self._queue.mutex:
-            items = list(self._queue.queue)
-        counts = [len(item.windows) for item in items if isinstance(item, _TokenBuffer)]
-        return len(items) == _BUFFERS_AHEAD or len(counts) < len(items) or sum(counts) >= windows
-
-    def next(self) -> _TokenBuffer:
-        item = self._queue.get()
-        if isinstance(item, BaseException):
-            self._queue.put(item)  # nothing else will come
-            raise item
-        return item
-
-    def stop(self) -> None:
-        """Let the thread end after the item that it is at."""
-        self._stopped.set()
-        self._drop()
-
-    def _drop(self) -> None:
-        with suppress(queue.Empty):
-            while True:
-                self._queue.get_nowait()
-
-    def _end(self) -> None:
-        """At the program's end: an interpreter that goes away under a thread in a library's C++
-        ends with an abort, and what was printed is lost."""
-        self.stop()
-        self._thread.join(_EXIT_LIMIT_S)
-
-    def _read(self, items: Iterator[_TokenBuffer | None]) -> None:
-        try:
-            for item in items:
-                if self._stopped.is_set():
-                    break
-                if item is not None:
-                    self._queue.put(item)
-        except BaseException as error:  # noqa: BLE001 - a panic of the tokenizer, too: for the caller
-            self._queue.put(error)
-        if self._stopped.is_set():
-            self._drop()  # the item that it waited with: a corpus knows all of these until it ends
-        atexit.unregister(self._end)
 
 
 @dataclass(frozen=True)
@@ -267,7 +212,7 @@ class _Coming:
     """A part that was opened: of its first buffer so many windows were used before."""
 
     part: int
-    ahead: _ReadAhead
+    ahead: ReadAhead
     used: int
 
 
@@ -286,7 +231,7 @@ class _PartReader:
 
     def patient_buffers(
         self, epoch: int, rows: int = 0, start: dict[str, Any] | None = None
-    ) -> Iterator[_TokenBuffer | None]:
+    ) -> Iterator[TokenBuffer | None]:
         """`buffers`; while the hub cannot be read they pause, and go on where they were."""
         pause_s, made = FIRST_PAUSE_S, self.buffers(epoch, rows, start)
         newest, again = None, False
@@ -315,7 +260,7 @@ class _PartReader:
 
     def buffers(
         self, epoch: int, rows: int = 0, start: dict[str, Any] | None = None
-    ) -> Iterator[_TokenBuffer | None]:
+    ) -> Iterator[TokenBuffer | None]:
         """The buffers from a place in an epoch on, without end: the next epoch's follow those of
         this one. start: what a stream's `state_dict` said there; else so many rows are passed over,
         which are read for that.
@@ -335,7 +280,7 @@ class _PartReader:
                 # numpy promises that RandomState's sequences never change: a resume may meet a
                 # newer numpy.
                 order = np.random.RandomState(seed).permutation(len(windows))
-                yield _TokenBuffer(windows[order], epoch, start)
+                yield TokenBuffer(windows[order], epoch, start)
             elif start["rows"] == 0:
                 raise InvalidInput(
                     f"data part {self.part} of {self.source.spec.source!r} holds less than one "
@@ -350,11 +295,12 @@ class _PartReader:
         """The next documents, joined and cut into windows that share their last and first token."""
         length = self.sequence_length
         wanted = max(BUFFER_TOKENS, _MIN_BUFFER_WINDOWS * length)
-        documents: list[TokenIds] = []
-        while wanted > 0 and (document := stream.read()) is not None:
-            documents.append(_with_eos(self.tokenizer, document))
-            wanted -= len(documents[-1])
-        tokens = _joined(documents)
+        made: list[TokenIds] = []
+        while wanted > 0 and (documents := _next_documents(stream, wanted)):
+            encoded = _encoded(self.tokenizer, documents)
+            wanted -= sum(map(len, encoded))
+            made += encoded
+        tokens = _joined(made)
         if len(tokens) <= length:
             return np.empty((0, length + 1), dtype=np.int32)
         return np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]
@@ -378,9 +324,9 @@ class Corpus(Iterator[torch.Tensor]):
         self._microbatch_size = microbatch_size
         self._seed = seed
         self.part = -1  # none is open
-        self._ahead: _ReadAhead | None = None
+        self._ahead: ReadAhead | None = None
         self._coming: _Coming | None = None
-        self._buffer: _TokenBuffer
+        self._buffer: TokenBuffer
         self._used = 0  # windows of the buffer
         self._epochs = dict[int, int]()  # by part that was read to its end: the one that is next
 
@@ -495,11 +441,11 @@ class Corpus(Iterator[torch.Tensor]):
         )
 
     def _read_from(
-        self, part: int, buffers: Iterator[_TokenBuffer | None], *, used: int = 0, wait: bool
+        self, part: int, buffers: Iterator[TokenBuffer | None], *, used: int = 0, wait: bool
     ) -> None:
         if self._coming is not None:
             self._coming.ahead.stop()
-        self._coming = _Coming(part, _ReadAhead(buffers), used)
+        self._coming = _Coming(part, ReadAhead(buffers), used)
         weakref.finalize(self, self._coming.ahead.stop)
         if wait:
             self.arrived(wait=True)
@@ -536,7 +482,7 @@ def held_out_windows(spec: DataSpec, sequence_length: int, count: int = 64) -> t
     """
     tokenizer = open_tokenizer(spec.tokenizer)
     documents = open_mixture(spec).held_out_documents()
-    tokens = _joined([_with_eos(tokenizer, document) for document in documents])
+    tokens = _joined([each for document in documents for each in _encoded(tokenizer, [document])])
     last = len(tokens) - (sequence_length + 1)
     if last < 0:
         raise InvalidInput(
@@ -548,8 +494,44 @@ def held_out_windows(spec: DataSpec, sequence_length: int, count: int = 64) -> t
     return _tensor(windows)
 
 
-def _with_eos(tokenizer: Tokenizer, document: bytes) -> TokenIds:
-    return np.append(tokenizer.encode(document), np.int32(tokenizer.eos_id))
+def _next_documents(stream: DocumentStream | MixedStream, tokens: int) -> list[bytes]:
+    """Documents of so many tokens at most, but for the last one, and none at the end: what is read
+    belongs to one buffer, which ends with the document that it ended with if each were tokenized
+    before the next is read. (Where a normalizer makes more characters of some the buffer is longer,
+    each time that it is made.)
+    """
+    documents: list[bytes] = []
+    left = min(tokens, ENCODED_BYTES)
+    while left > 0 and (document := stream.read()) is not None:
+        documents.append(document)
+        left -= len(document) + 2  # a token a byte, one for a beginning, and the end of text
+    return documents
+
+
+def _encoded(tokenizer: Tokenizer, documents: Sequence[bytes]) -> list[TokenIds]:
+    """The ids of each, with the end of text behind them. All of ENCODED_BYTES at most are tokenized
+    in one call, longer ones in slices.
+    """
+    whole = iter(tokenizer.encode_all([each for each in documents if len(each) <= ENCODED_BYTES]))
+    end = np.asarray([tokenizer.eos_id], dtype=np.int32)
+    ids = [
+        [next(whole)] if len(each) <= ENCODED_BYTES else map(tokenizer.encode, _slices(each))
+        for each in documents
+    ]
+    return [np.concatenate([*parts, end]) for parts in ids]
+
+
+def _slices(document: bytes) -> Iterator[bytes]:
+    """A document in slices of ENCODED_BYTES at most, that end with a line, or a word, or between
+    two characters."""
+    start = 0
+    while (end := start + ENCODED_BYTES) < len(document):
+        stop = document.rfind(b"\n", start, end) + 1 or document.rfind(b" ", start, end) + 1
+        if not stop:  # a character of UTF-8 has three bytes of 0b10...... at most behind its first
+            stop = next((at for at in range(end, end - 4, -1) if document[at] >> 6 != 0b10), end)
+        yield document[start:stop]
+        start = stop
+    yield document[start:]
 
 
 def _joined(documents: list[TokenIds]) -> TokenIds:

@@ -20,7 +20,8 @@ TEXT_BYTES = (1 << 12, 1 << 18)  # a long text is cut into pieces between these 
 LINES_BYTES = (1 << 16, 1 << 24)  # and a file of lines between these
 PIECES_PER_PART = 8  # so that there is something to shuffle
 
-_ROWS_AT_ONCE = 256
+_ROWS_AT_ONCE = 256  # of a row group at most,
+_BYTES_AT_ONCE = 1 << 24  # and so many bytes of rows that are as long as they are on average
 
 
 class Piece(NamedTuple):
@@ -179,5 +180,7 @@ def _row_groups(file: Piece) -> dict[Piece, int]:
 def _rows_of_group(piece: Piece, text_field: str) -> Iterator[dict[str, Any]]:
     number = _row_groups(piece)[piece]
     with importlib.import_module("pyarrow.parquet").ParquetFile(piece.path) as file:
-        for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[number], columns=[text_field]):
+        of_bytes = _BYTES_AT_ONCE * file.metadata.row_group(number).num_rows // piece.size
+        at_once = max(1, min(_ROWS_AT_ONCE, of_bytes))
+        for batch in file.iter_batches(at_once, row_groups=[number], columns=[text_field]):
             yield from batch.to_pylist()

@@ -53,7 +53,7 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def buffers() -> list[object]:
     """All that are in memory."""
-    return [each for each in gc.get_objects() if type(each).__name__ == "_TokenBuffer"]
+    return [each for each in gc.get_objects() if type(each).__name__ == "TokenBuffer"]
 
 
 class TestMicrobatches:

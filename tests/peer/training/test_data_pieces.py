@@ -219,3 +219,20 @@ def test_strange_lines_in_the_middle_of_a_file_end_no_run(tmp_path: Path) -> Non
     more = ["line feed", "half ? of a pair", "\N{LINE SEPARATOR}"]
     found = read(DocumentStream(open_pieces(pieces), spec, lambda row: True))
     assert sorted(text.decode() for text in found) == sorted([*texts(), *more])
+
+
+def test_long_rows_of_a_group_are_read_a_few_at_a_time(tmp_path: Path) -> None:
+    """256 at once, as long as they may be, were more than a machine has memory for."""
+    path = tmp_path / "all.parquet"
+    table = pa.table({"text": [f"{row} " + "x" * (1 << 20) for row in range(64)]})
+    pq.write_table(table, path, write_batch_size=1, use_dictionary=False)  # a page for each
+    del table
+    spec = DataSpec(source=str(path), format="parquet", parts=1)
+    cut = pieces_module.cut_rows("parquet", find_files(spec), 1, "text")
+    assert cut is not None
+    pieces, open_pieces = cut
+    before = pa.total_allocated_bytes()
+    rows = iter(open_pieces(pieces))
+    assert next(rows)["text"].startswith("0 ")
+    assert pa.total_allocated_bytes() - before < 40 << 20
+    assert [row["text"].split(" ")[0] for row in rows] == [str(row) for row in range(1, 64)]

@@ -1,8 +1,10 @@
 """Tokenizers: no text becomes a special token."""
 
+import gc
 import importlib
 import json
 import shutil
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +19,35 @@ from dilocox.peer.commands.operate import checked_manifest
 from dilocox.peer.process.prepare import open_corpus
 from dilocox.peer.training import data as data_module
 from dilocox.peer.training.data import check_tokenizer, open_tokenizer, tokenizer_digest
-from tests.peer.corpora import corpus, documents, take, write_json, write_tokenizer
+from tests.peer.corpora import (
+    LENGTH,
+    corpus,
+    documents,
+    epoch_documents,
+    take,
+    write_json,
+    write_tokenizer,
+)
 from tests.peer.loops import MODEL
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of text in each call of a Hugging Face tokenizer."""
+    gc.collect()  # the corpora of other tests, whose threads would call it, too
+    for thread in threading.enumerate():
+        if thread.name == "read-ahead":
+            thread.join(10)
+    base = importlib.import_module("transformers").PreTrainedTokenizerBase
+    given, call = list[int](), base.__call__
+
+    def counted(self: object, text: str | list[str], **options: object) -> object:
+        texts = [text] if isinstance(text, str) else text
+        given.append(sum(len(each.encode()) for each in texts))
+        return call(self, text, **options)
+
+    monkeypatch.setattr(base, "__call__", counted)
+    return given
 
 
 class TestTokenizers:
@@ -66,6 +95,63 @@ class TestTokenizers:
         resumed = corpus(spec, part=1)
         assert resumed.load_state_dict(json.loads(json.dumps(steady.state_dict())))
         assert torch.equal(take(steady, 60), take(resumed, 60))
+
+    def test_short_documents_share_a_call(
+        self, folder: Path, tmp_path: Path, calls: list[int]
+    ) -> None:
+        """With one for each a buffer of few words a row took seconds, most of them under the lock
+        of the training thread."""
+        spec = replace(write_json(tmp_path, [documents(900)]), tokenizer=str(folder))
+        next(corpus(spec))
+        assert 0 < len(calls) < 60
+
+    def test_a_buffer_ends_where_one_document_after_the_other_would_fill_it(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(data_module, "BUFFER_TOKENS", 700)
+        texts = [text[: 1 + index % 70] for index, text in enumerate(documents(400))]
+        spec = replace(write_json(tmp_path, [texts]), tokenizer=str(folder))
+        tokenizer = open_tokenizer(str(folder))
+        buffers = list[list[int]]([[]])
+        for document in epoch_documents(spec, 0):
+            buffers[-1] += [*tokenizer.encode(document).tolist(), tokenizer.eos_id]
+            if len(buffers[-1]) >= 700:
+                buffers.append([])
+        expected = [
+            buffer[start : start + LENGTH + 1]
+            for buffer in buffers
+            for start in range(0, len(buffer) - LENGTH, LENGTH)
+        ]
+        found = take(corpus(spec), len(expected)).flatten(0, 1)[: len(expected)].tolist()
+        assert len(buffers) > 3
+        assert sorted(found) == sorted(expected)
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "a line of text\n" * 20,
+            "no line but words " * 15,
+            "\N{SNOWMAN}" * 100,
+            "\N{SNOWMAN}\n" + "x" * 63 + "\N{SNOWMAN}" * 90,
+            "x" * 300,
+        ],
+        ids=["lines", "words", "characters", "short_and_long_line", "one_word"],
+    )
+    def test_a_long_document_is_tokenized_in_slices_of_whole_characters(
+        self,
+        folder: Path,
+        tmp_path: Path,
+        calls: list[int],
+        monkeypatch: pytest.MonkeyPatch,
+        text: str,
+    ) -> None:
+        """A row of 50 MB took gigabytes in one call; the peer, killed, began before it again."""
+        monkeypatch.setattr(data_module, "ENCODED_BYTES", 64, raising=False)
+        spec = replace(write_json(tmp_path, [["held out", *3 * [text]]]), tokenizer=str(folder))
+        [window, _] = next(corpus(spec, length=200)).tolist()  # one of each epoch
+        assert max(calls) <= 64
+        begun = open_tokenizer(str(folder)).decode(window).rstrip("\N{REPLACEMENT CHARACTER}")
+        assert len(begun) > 60 and text.startswith(begun)
 
     def test_a_state_of_another_tokenizer_is_refused(self, folder: Path, tmp_path: Path) -> None:
         spec = write_json(tmp_path, [documents(90)])

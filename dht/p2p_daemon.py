@@ -97,6 +97,7 @@ class DaemonOwner:
         self._tasks: list[asyncio.Task[None]] = []
         self.reach = Reachability()
         self._silence = Silence()
+        self._asking: dict[str, asyncio.Task[list[OffsetSample]]] = {}  # bootstraps
 
     def start(self) -> None:
         """Start p2pd and measure the clock; raises `EnvironmentFault`."""
@@ -177,7 +178,8 @@ class DaemonOwner:
             mapped = await mapped_addresses(p2p, own, min(MAPPING_LIMIT_S, left_s / 3))
         if mapped:
             own = [*mapped, *own]
-            reach = await find_reach(p2p, asked, own)
+            found = await find_reach(p2p, asked, own)
+            reach = reach if found.kind == "unknown" else found
         self.reach = reach
         if reach.kind == "dial_out":
             # nobody is to be sent to an address at which nothing comes in
@@ -194,8 +196,7 @@ class DaemonOwner:
             self._options = replace(options, listen=listen, announce=announce)
         else:
             return
-        for task in self._tasks:
-            task.cancel()
+        self._cancel_tasks()
         await p2p.shutdown()
         await self._launch()
         await self._first_measurement()  # and so is connected again
@@ -221,9 +222,13 @@ class DaemonOwner:
         await self.p2p._child.wait()
         self._on_death()
 
-    async def _stop(self) -> None:
-        for task in self._tasks:
+    def _cancel_tasks(self) -> None:
+        for task in (*self._tasks, *self._asking.values()):
             task.cancel()
+        self._asking.clear()
+
+    async def _stop(self) -> None:
+        self._cancel_tasks()
         p2p = self._p2p
         if p2p is None:
             return
@@ -263,12 +268,16 @@ class DaemonOwner:
             dialled = Multiaddr(address.rpartition("/p2p/")[0])
             peers.setdefault(bootstrap_address(address).peer_id, []).append(dialled)
         limit_s = SILENCE_S if again else PING_TIMEOUT_S  # an upload keeps answers waiting
-        answers = await asyncio.gather(
-            *(
-                self.samples_of(PeerID.from_base58(peer), addresses, limit_s)
-                for peer, addresses in peers.items()
-            )
-        )
+        for peer, addresses in peers.items():
+            if peer not in self._asking:
+                samples = self.samples_of(PeerID.from_base58(peer), addresses, limit_s)
+                self._asking[peer] = asyncio.create_task(samples)
+        asked = {peer: self._asking[peer] for peer in peers}
+        # one that hangs must not keep the others unasked until a router forgets their connections
+        done, _ = await asyncio.wait(asked.values(), timeout=CLOCK_PERIOD_S)
+        if not done:
+            done, _ = await asyncio.wait(asked.values(), return_when=asyncio.FIRST_COMPLETED)
+        answers = [self._asking.pop(peer).result() for peer, task in asked.items() if task in done]
         offset = agreed_offset(answers, self._clock.offset)
         if offset is None:
             return again and any(answers)

@@ -528,6 +528,9 @@ class ReachWatch:
             return False
         asked, self._asked = self._asked, None
         reach = Reachability() if asked.exception() is not None else asked.result()
+        if reach.kind == "unknown":  # nobody could tell, so what was seen before still stands
+            self._next = now + CHECK_AGAIN_S
+            return False
         self._reached |= reach.kind in REACHED
         self._by_others |= reach.kind in REACHED and reach.by_others
         # where others come from they try its port, too, and may get in at an address nobody knows

@@ -167,7 +167,7 @@ class Announcer:
         self._answered = False
         self.view = SwarmView(me=local.me)
         self.revision = 0
-        self._began = local.clock.monotonic()
+        self._began = math.inf  # to look; what its start said without this lapses after it
         self._said = dict[int, float]()  # hashes of what this process said of its stage, and when
 
     @property
@@ -202,6 +202,7 @@ class Announcer:
         """
         local, view, now = self._local, self.view, self._local.clock.monotonic()
         run, stage = local.run, local.stage
+        self._began = min(self._began, now)
         rings = {bell_key(run, number): number for number in bell_rounds}
         hosts = {stage_key(run, number): number for number in range(local.manifest.stages)}
         own_claims, run_claims = claim_key(run, stage), claim_key(run, 0)
@@ -308,7 +309,7 @@ class Announcer:
 
     def _expect_own(self, said: StageRecord, now: float) -> None:
         """Raise EnvironmentFault where another process says it in this peer's name; only once all
-        that was said before this one began has lapsed.
+        that was said before it began to look has lapsed.
         """
         if now > self._began + SAID_S and hash(said) not in self._said:
             raise EnvironmentFault(

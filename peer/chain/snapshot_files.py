@@ -92,8 +92,6 @@ def write_snapshot(
     """
     earlier = _complete(folder)
     final = folder / f"{newest_number(folder) + 1 if number is None else number:08d}"
-    for left in folder.glob("*.partial"):
-        shutil.rmtree(left, ignore_errors=True)
     facts = {"layout": snapshot.layout, "facts": snapshot.facts}
     with made_whole(final) as partial:
         vectors = snapshot.anchor, snapshot.momentum

@@ -320,8 +320,7 @@ def disk_room(folder: Path, needs: StageNeeds) -> Check:
     # what a rollback put aside, or a damaged snapshot, stays beside all that the stage takes
     kept_aside = (*folder.glob(f"{ASIDE}*"), *folder.glob(f"snapshots/*{DAMAGED}"))
     aside = sum(bytes_below(each) for each in kept_aside)
-    # what a snapshot that was cut off left goes when the next one is written, and one that a newer
-    # one was to replace at the start
+    # half a snapshot, and one that a newer one was to replace, go at the start
     going = (*folder.glob("snapshots/*.partial"), *earlier_than_newest(folder / "snapshots"))
     held = bytes_below(folder) - aside
     check = disk_check(

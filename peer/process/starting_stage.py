@@ -13,6 +13,7 @@ from dilocox import __version__
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.join import Joined
 from dilocox.dht.records import StageRecord, stage_key
+from dilocox.dht.swarm import CALL_TIMEOUT_S
 from dilocox.peer.options import PeerOptions
 from dilocox.peer.state_folder import StateFolder
 from dilocox.pipeline.candidates import Records
@@ -27,6 +28,7 @@ SECOND_THOUGHTS = 2
 SECOND_LOOK_S = 1.0
 JOINING_S = 20.0  # about what it takes until it is said again, or by its own records
 SAID_AGAIN = 3  # times in the life of such a record
+GONE_S = 4.0  # twice, at most, of a person who waits for the end
 
 
 def chosen_stage(options: PeerOptions, joined: Joined, folder: StateFolder) -> int:
@@ -96,7 +98,8 @@ def announce_joining(
         addresses=(),
         blocked="",
     )
-    joined.swarm.publish(stage_key(joined.run, stage), record, _lifetime_s(joined))
+    limit_s = GONE_S if gone else CALL_TIMEOUT_S
+    joined.swarm.publish(stage_key(joined.run, stage), record, _lifetime_s(joined), limit_s)
 
 
 def _lifetime_s(joined: Joined) -> float:
@@ -122,7 +125,7 @@ def said_to_join(joined: Joined, options: PeerOptions, stage: int) -> Generator[
         yield
     except BaseException:
         ready.set()
-        thread.join(LOOK_LIMIT_S)  # or what it says would come last
+        thread.join(GONE_S)  # or what it says would come last
         announce_joining(joined, options, stage, gone=True)
         raise
     ready.set()

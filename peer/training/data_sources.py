@@ -33,6 +33,7 @@ between Python versions, so its digest belongs beside every validation loss: los
 at equal digests.
 """
 
+import errno
 import glob
 import hashlib
 import importlib
@@ -347,10 +348,7 @@ def require_hub(
             "(a private or gated one needs the environment variable HF_TOKEN)"
         ) from error
     except (OSError, errors.HTTPError) as error:
-        answer = getattr(error, "response", None)  # none where it was not reached
-        passes = answer is None or answer.status_code in (408, 429) or answer.status_code >= 500
-        allowed = not isinstance(error, errors.OfflineModeIsEnabled)
-        fault = HubAway if passes and allowed else EnvironmentFault
+        fault = HubAway if _passes(error) else EnvironmentFault
         raise fault(
             f"the Hugging Face hub does not answer for {field} {name!r} ({reason_of(error)}); "
             f"check the network, or set {field} to something on this machine"
@@ -359,6 +357,19 @@ def require_hub(
 
 class HubAway(EnvironmentFault):
     """The hub cannot be read now; it may be later."""
+
+
+def _passes(error: Exception) -> bool:
+    """Whether the hub may be read later, though nothing is changed here."""
+    errors: Any = importlib.import_module("huggingface_hub.errors")
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return False
+    if (answer := getattr(error, "response", None)) is not None:
+        return answer.status_code in (408, 429) or answer.status_code >= 500
+    if isinstance(error, errors.LocalEntryNotFoundError):  # not here, and the hub was not reached
+        return True
+    read_only = getattr(error, "errno", None) == errno.EROFS
+    return not read_only and not isinstance(error, FileNotFoundError | PermissionError)
 
 
 @contextmanager
@@ -374,7 +385,7 @@ def reading(spec: DataSpec) -> Generator[None, None, None]:
         if spec.format == "hub":
             remedy = "check the network, and that HF_HOME names a folder that can be written"
             network = isinstance(error, OSError | hub_errors.HTTPError)
-            if network and not isinstance(error, PermissionError):
+            if network and _passes(error):
                 kind = HubAway
         raise kind(
             f"{spec.SOURCE} {spec.source!r} cannot be read ({reason_of(error)}); {remedy}"

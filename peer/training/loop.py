@@ -147,6 +147,7 @@ class Learner:
         with self._meter.waiting("join"):
             while not self._coordinator.joined.is_set() and not self._stop.is_set():
                 self.take_events(wait_s=POLL_S)
+                self.snapshot_if_due()
                 self.publish()
                 if self._coordinator.revised and not self._merge.fly:
                     raise self._coordinator.cannot_follow or Revised()
@@ -256,11 +257,14 @@ class Learner:
             self._wait_for_outcome(limit_s, threading.Event())
         except Exception as error:  # noqa: BLE001 - raised, once all is kept
             failed = error
+        full: EnvironmentFault | None = None
         try:
             self._wait_for_buffers(limit_s + self._outer_step_s)
             self._save()
         except AveragerStuck as error:
             logger.warning("what was learnt since the last snapshot is lost: %s", error)
+        except EnvironmentFault as error:  # others are to have the last record all the same
+            full = error
         if failed is not None:
             raise failed
         self.publish(force=True)
@@ -273,6 +277,8 @@ class Learner:
             logger.info("handing the last record to the operator's archive")
             hand_on_s = min(2 * deadlines.heartbeat_s, HAND_ON_LIMIT_S)
             self._wait_for_archive(hand_on_s, threading.Event())
+        if full is not None:
+            raise full
 
     def keep(self) -> None:
         """Keep what this peer has learnt, if its state is whole: what it does in the training loop
@@ -453,7 +459,7 @@ class Learner:
                 self._save()
             except EnvironmentFault as error:  # the log is pruned then: a kill costs a state
                 self._snapshots.refuse(error)
-        elif used >= SAVE_SOON_AT:
+        elif used >= SAVE_SOON_AT and not self._snapshots.refused:
             self._snapshots.soon()
 
     def _resync(self, event: Resynced) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STATUS_PERIOD_S = 1.0
+LONGEST_LINE = 1 << 16  # bytes
 CONTRIBUTION_EVERY = 100  # rounds with tokens of this peer
 TAKEN_ROUNDS, TAKEN_S = 100, 600.0  # a peer that only follows logs a line after so many, so long
 UNCOUNTED = {"undone": " (without yours, which go with a later one)", "repeated": " (again)"}
@@ -195,7 +197,10 @@ def _cut_half_line(path: Path) -> None:
     """Of a line that a full disk cut: else the next one would be part of it."""
     try:
         with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
-            file.truncate(file.read().rfind(b"\n") + 1)
+            start = max(0, file.seek(0, os.SEEK_END) - LONGEST_LINE)
+            file.seek(start)
+            if (end := file.read().rfind(b"\n")) >= 0 or not start:
+                file.truncate(start + end + 1)
     except OSError as error:
         raise disk_fault(path, error) from error
 

@@ -17,6 +17,7 @@ a higher number was begun later, and holds that send already.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -45,6 +46,7 @@ from dilocox.peer.chain.snapshot_files import (
     tensors_of,
     write_snapshot,
 )
+from dilocox.peer.memory_and_disk import disk_free
 from dilocox.peer.state_folder import ASIDE
 from dilocox.peer.training.inner_optimizer import InnerOptimizer, InnerState
 from dilocox.peer.training.merge import Merge, Send
@@ -59,6 +61,7 @@ BYTES_PER_S = 128e6  # to the disk, on which others want to write, too
 MOST_HASTE = 16.0  # so many times as fast, at most, after snapshots that were cut off
 DISK_LIMIT_S = 60.0
 RETRY_S = 300.0  # after a snapshot that the disk refused
+ROOM = 1.1  # so many times as much as it takes: a journal, votes and records need some, too
 
 
 class Snapshots:
@@ -89,9 +92,10 @@ class Snapshots:
         self.refused = False
         self.round = self._round = -1 if found is None else found.round
         self.found = found is not None
-        if self.found:  # one that it was to replace, and a crash came in between, takes room
-            for older in earlier_than_newest(folder):
-                shutil.rmtree(older, ignore_errors=True)
+        # where a crash came in between: half of one, and those that a newer one was to replace
+        older = earlier_than_newest(folder) if self.found else []
+        for left in (*folder.glob("*.partial"), *older):
+            shutil.rmtree(left, ignore_errors=True)
         aside = sorted(folder.parent.glob(f"{ASIDE}*/{folder.name}"))
         self.data: dict[str, Any] = found.facts["data"] if found else data_position(aside)
         self.sent_since: tuple[JournaledSend, ...] = self._journal.since(self._number)
@@ -128,6 +132,10 @@ class Snapshots:
             if now < self._due_at or (merge.fly and now < self._due_at + self._period_s):
                 return False
             snapshot = self._snapshot_of(merge, optimizer, data())
+            if disk_free(self._folder) < ROOM * sum(each.nbytes for each in tensors_of(snapshot)):
+                error = OSError(errno.ENOSPC, "")  # seen before others have no byte left, either
+                self.refuse(disk_fault(self._folder, error))
+                return False
             rate = self._haste * self._bytes_per_s
             self._writing = Background(self._folder, snapshot, self._number, rate)
         if not self._writing.ended:

@@ -22,7 +22,7 @@ from hivemind.utils import timed_storage
 from hivemind.utils.multiaddr import Multiaddr
 
 from dilocox.dht import node, p2p_daemon
-from dilocox.dht.addresses import FallbackPeers, Reachability
+from dilocox.dht.addresses import FallbackPeers, Reachability, ReachKind
 from dilocox.dht.clock import RunClock
 from dilocox.dht.errors import BootstrapsSilent, EnvironmentFault, InvalidInput
 from dilocox.dht.identity import Identity, peer_id_bytes_of
@@ -466,6 +466,28 @@ def test_it_waits_for_its_router_to_map_a_port_before_it_only_dials_out(
     assert dht.client_mode is local_network
     told = [address.partition("/p2p/")[0] for address in dht.visible_addresses()]
     assert (str(mapped) in told) is not local_network
+
+
+def test_who_is_seen_from_nowhere_dials_out_though_nobody_could_try_the_mapped_port(
+    open_node: OpenNode, first: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    kinds: list[ReachKind] = ["dial_out", "unknown"]
+
+    async def find_reach(*_: object) -> Reachability:
+        return Reachability(kind=kinds.pop(0))
+
+    async def mapped(*_: object) -> list[str]:
+        return ["/ip4/8.8.8.8/tcp/31337"]
+
+    monkeypatch.setattr(p2p_daemon, "mapped_addresses", mapped)
+    monkeypatch.setattr(node, "on_local_network", lambda _: False)
+    dht, *_ = open_node(
+        Identity.load_or_create(tmp_path / "key"),
+        bootstraps=first[0].visible_addresses(),
+        listen=("/ip4/0.0.0.0/tcp/0",),
+        find_reach=find_reach,
+    )
+    assert dht.reach().kind == "dial_out" and dht.client_mode
 
 
 def test_a_router_that_maps_nothing_is_not_waited_for_longer(monkeypatch: pytest.MonkeyPatch):

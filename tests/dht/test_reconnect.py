@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from dilocox.dht import p2p_daemon, reconnect, rpc
 from dilocox.dht.addresses import MAX_ENTRIES
-from dilocox.dht.clock import RunClock
+from dilocox.dht.clock import OffsetSample, RunClock
 from dilocox.dht.identity import Identity
 from dilocox.dht.p2p_daemon import DaemonOptions, DaemonOwner
 from dilocox.dht.reconnect import Redialler, dial_targets, entries_among, relays_between
@@ -266,6 +267,18 @@ def test_an_answer_may_stand_as_long_behind_an_upload_as_was_measured() -> None:
     assert 30.0 <= rpc.SILENCE_S <= 60.0 - reconnect.BEAT_S
 
 
+def options_of(bootstraps: tuple[str, ...], folder: Path) -> DaemonOptions:
+    return DaemonOptions(
+        identity=Identity.load_or_create(folder / "key"),
+        bootstraps=bootstraps,
+        reachable=bootstraps,
+        listen=(),
+        announce=(),
+        client_mode=True,
+        startup_s=1.0,
+    )
+
+
 @pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("answer", [late, never])
 def test_a_bootstrap_is_hung_up_on_as_late(
@@ -274,16 +287,31 @@ def test_a_bootstrap_is_hung_up_on_as_late(
     hung_up = list[PeerID]()
     monkeypatch.setattr(DaemonOwner, "p2p", p2p_of(hung_up, answer))
     bootstrap = f"/ip4/127.0.0.1/tcp/1/p2p/{peer_id(1)}"
-    options = DaemonOptions(
-        identity=Identity.load_or_create(tmp_path / "key"),
-        bootstraps=(bootstrap,),
-        reachable=(bootstrap,),
-        listen=(),
-        announce=(),
-        client_mode=True,
-        startup_s=1.0,
-    )
-    owner = DaemonOwner(options, RunClock(), on_death=lambda: None)
+    owner = DaemonOwner(options_of((bootstrap,), tmp_path), RunClock(), on_death=lambda: None)
     assert asyncio.run(owner.measure((bootstrap,), again=True)) is (answer is late)
     assert len(hung_up) == (answer is never)
     assert not asyncio.run(owner.measure((bootstrap,))), "a clock was set by an answer that is late"
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_bootstrap_that_hangs_does_not_keep_the_others_unasked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Routers forget a connection over which nothing goes for half a minute."""
+    bootstraps = tuple(f"/ip4/127.0.0.1/tcp/1/p2p/{peer_id(number)}" for number in (1, 2))
+    asked = Counter[str]()
+
+    async def samples_of(_: DaemonOwner, peer: PeerID, *__: object) -> list[OffsetSample]:
+        asked[str(peer)] += 1
+        if str(peer) == peer_id(2):
+            await never(math.inf)
+        return [OffsetSample(offset_s=0.0, round_trip_s=0.01)]
+
+    async def measured(owner: DaemonOwner) -> list[bool]:
+        return [await owner.measure(bootstraps, again=True) for _ in range(5)]
+
+    monkeypatch.setattr(DaemonOwner, "samples_of", samples_of)
+    monkeypatch.setattr(p2p_daemon, "CLOCK_PERIOD_S", 0.02)
+    owner = DaemonOwner(options_of(bootstraps, tmp_path), RunClock(), on_death=lambda: None)
+    assert asyncio.run(asyncio.wait_for(measured(owner), 20.0)) == [True] * 5
+    assert asked == {peer_id(1): 5, peer_id(2): 1}

@@ -13,6 +13,7 @@ import pytest
 
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.records import (
+    MAX_LIFETIME_S,
     BellRecord,
     ClaimRecord,
     Record,
@@ -437,6 +438,7 @@ def test_a_copied_key_is_noticed_and_what_this_peer_said_itself_is_not_taken_for
     """Its records of before a restart live for an hour, and each that it said may be seen again."""
     dht, clock = Dht(), TestClock()
     peer = announcer(dht, 1, 3, clock)
+    clock.now += 2 * MAX_LIFETIME_S["stage"]  # of a start, of which a thread tells
     here = dht.records.setdefault(stage_key(RUN, 1), {})
 
     def look_at(record: StageRecord) -> None:

@@ -46,7 +46,7 @@ class Looks:
         self.count = 0
         self.told: list[tuple[int, str]] = []
 
-    def publish(self, key: str, record: StageRecord, lifetime_s: float) -> bool:
+    def publish(self, key: str, record: StageRecord, lifetime_s: float, timeout_s: float) -> bool:
         assert lifetime_s >= MANIFEST.deadlines.record_lifetime_s
         assert (record.name, record.team) == ("Ada", "blue"), "known from the first record on"
         self.told.append((parse_key(key).index, record.state))

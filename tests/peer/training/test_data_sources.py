@@ -16,12 +16,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pyarrow.parquet as pq
 import pytest
 import torch
-from huggingface_hub.errors import OfflineModeIsEnabled
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+)
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.manifest import DataSpec
@@ -373,6 +378,11 @@ def filled(folder: Path, names: list[str]) -> str:
     return str(folder / "texts")
 
 
+def answered(status: int) -> HfHubHTTPError:
+    response = SimpleNamespace(status_code=status, headers={}, request=None)
+    return HfHubHTTPError(f"status {status}", response=cast("Any", response))
+
+
 @contextmanager
 def hub_that_answers(
     monkeypatch: pytest.MonkeyPatch, status: Callable[[str], int]
@@ -452,17 +462,28 @@ class TestHubOutOfReach:
         with pytest.raises(InvalidInput, match="neither here nor on the Hugging Face hub"):
             open_source(replace(self.SPEC, source="./no/such folder"))
 
-    def test_a_cache_that_cannot_be_written_is_a_fault_that_names_hf_home(
-        self, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize(
+        ("error", "passes"),
+        [
+            (PermissionError(13, "Permission denied: '/home/x/.cache'"), False),
+            (FileNotFoundError("no data files"), False),
+            (answered(403), False),
+            (answered(504), True),
+            (ConnectionResetError("reset by peer"), True),
+            (LocalEntryNotFoundError("not here, and the hub cannot be reached"), True),
+        ],
+    )
+    def test_what_no_later_try_mends_is_a_fault_that_names_hf_home(
+        self, monkeypatch: pytest.MonkeyPatch, error: Exception, passes: bool
     ) -> None:
         def refuse(*_: object, **__: object) -> None:
-            raise PermissionError(13, "Permission denied: '/home/x/.cache'")
+            raise error
 
         monkeypatch.setattr(data_sources, "require_hub", lambda *_, **__: None)
         monkeypatch.setattr("datasets.load_dataset_builder", refuse)
-        with pytest.raises(EnvironmentFault, match=r"Permission denied.*HF_HOME") as it:
+        with pytest.raises(EnvironmentFault, match=rf"{re.escape(str(error))}.*HF_HOME") as it:
             open_source(self.SPEC)
-        assert not isinstance(it.value, HubAway), "no later try helps"
+        assert isinstance(it.value, HubAway) is passes
 
     def test_who_has_switched_the_hub_off_is_told_so_at_once(
         self, monkeypatch: pytest.MonkeyPatch

@@ -51,6 +51,22 @@ def test_a_joiner_merges_what_the_others_have_before_it_trains(loop: Loop) -> No
     assert torch.equal(loop.live, loop.model.merge.anchor)
 
 
+def test_what_a_joiner_has_downloaded_is_on_the_disk_before_it_has_caught_up(loop: Loop) -> None:
+    loop.snapshots.soon()
+    end = time.monotonic() + 20
+
+    def poll() -> None:
+        if loop.snapshots.round < 0 and time.monotonic() < end:
+            loop.fake.events.to_come.append(poll)
+        else:
+            loop.fake.joined.set()
+
+    loop.fake.events.put(loop.committed(0, 0.1))
+    loop.fake.events.to_come.append(poll)
+    loop.learner.join()
+    assert loop.snapshots.round == 0
+
+
 def test_a_joiner_that_is_told_to_stop_waits_no_longer(loop: Loop) -> None:
     loop.fake.events.to_come.append(loop.stop.set)
     loop.learner.join()
@@ -253,7 +269,10 @@ def test_a_log_that_drops_records_while_the_disk_is_full_ends_no_peer(
 ) -> None:
     loop = Loop(tmp_path, manifest(rounds={"records_kept": 4}))
 
+    tries = list[int]()
+
     def full(*_: Any, **__: Any) -> None:
+        tries.append(1)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
@@ -261,7 +280,10 @@ def test_a_log_that_drops_records_while_the_disk_is_full_ends_no_peer(
         for number in range(9):
             loop.fake.events.put(loop.committed(number, 0.1))
             loop.learner.between_steps()
+            loop.learner.snapshot_if_due()
     assert caplog.text.count("no space left on the disk") == 1
+    assert 1 <= len(tries) <= 2, "each fills the disk for a moment, on which others write, too"
+    loop.snapshots.soon()
     end = time.monotonic() + 20
     while loop.snapshots.refused and time.monotonic() < end:
         loop.learner.snapshot_if_due()

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from dilocox.dht.errors import EnvironmentFault
+from dilocox.dht.files import bytes_below
 from dilocox.peer.chain import snapshot_files
 from dilocox.peer.chain.snapshot_files import LOCAL_FILE
 from dilocox.peer.process.prepare import local_model
@@ -179,9 +180,25 @@ def test_what_a_start_has_downloaded_is_on_the_disk_soon(loop: Loop, tmp_path: P
 def test_a_snapshot_that_a_newer_one_was_to_replace_goes_at_the_start(loop: Loop) -> None:
     loop.save()
     (older,) = (loop.folder / "snapshots").glob("0*")
-    shutil.copytree(older, loop.folder / "snapshots" / "00000009")
+    for name in ("00000009", "00000010.partial"):
+        shutil.copytree(older, loop.folder / "snapshots" / name)
     again = loop.again()
-    assert again.snapshots.found and not older.exists()
+    assert again.snapshots.found and not older.exists() and not halves(again)
+
+
+def test_a_snapshot_for_which_there_is_no_room_is_not_begun(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It took the last byte from the journal and the records, which the peer cannot do without."""
+    loop.save()
+    (number,) = map(bytes_below, (loop.folder / "snapshots").glob("0*"))
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshot_taking, "disk_free", lambda _: number)
+        loop.snapshots.soon()
+        assert not advance(loop) and not halves(loop)
+    assert "no space left on the disk" in caplog.text and loop.snapshots.refused
+    loop.snapshots.soon()
+    wait_until(lambda: advance(loop), 20.0)
 
 
 @pytest.mark.parametrize("change", ["send", "record"])

@@ -21,6 +21,7 @@ import errno
 import hashlib
 import json
 import logging
+import os
 import shutil
 import threading
 import time
@@ -61,7 +62,6 @@ BYTES_PER_S = 128e6  # to the disk, on which others want to write, too
 MOST_HASTE = 16.0  # so many times as fast, at most, after snapshots that were cut off
 DISK_LIMIT_S = 60.0
 RETRY_S = 300.0  # after a snapshot that the disk refused
-ROOM = 1.1  # so many times as much as it takes: a journal, votes and records need some, too
 
 
 class Snapshots:
@@ -132,8 +132,9 @@ class Snapshots:
             if now < self._due_at or (merge.fly and now < self._due_at + self._period_s):
                 return False
             snapshot = self._snapshot_of(merge, optimizer, data())
-            if disk_free(self._folder) < ROOM * sum(each.nbytes for each in tensors_of(snapshot)):
-                error = OSError(errno.ENOSPC, "")  # seen before others have no byte left, either
+            # tried all the same it would take the last byte from journal and records, too
+            if disk_free(self._folder) < sum(each.nbytes for each in tensors_of(snapshot)):
+                error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 self.refuse(disk_fault(self._folder, error))
                 return False
             rate = self._haste * self._bytes_per_s

@@ -191,9 +191,9 @@ def test_a_snapshot_for_which_there_is_no_room_is_not_begun(
 ) -> None:
     """It took the last byte from the journal and the records, which the peer cannot do without."""
     loop.save()
-    (number,) = map(bytes_below, (loop.folder / "snapshots").glob("0*"))
+    (taken,) = map(bytes_below, (loop.folder / "snapshots").glob("0*"))
     with monkeypatch.context() as patch:
-        patch.setattr(snapshot_taking, "disk_free", lambda _: number)
+        patch.setattr(snapshot_taking, "disk_free", lambda _: taken // 2)
         loop.snapshots.soon()
         assert not advance(loop) and not halves(loop)
     assert "no space left on the disk" in caplog.text and loop.snapshots.refused

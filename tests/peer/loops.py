@@ -4,6 +4,7 @@ to say. Nothing waits: what the loop waits for comes at once, or never.
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 from collections import deque
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -23,6 +25,7 @@ from dilocox.peer.averaging.averager import StageBuffers
 from dilocox.peer.averaging.coordinator import Coordinator
 from dilocox.peer.averaging.events import Committed, Event, EventQueue
 from dilocox.peer.averaging.loop_status import LoopStatus
+from dilocox.peer.chain import snapshot_files
 from dilocox.peer.process.prepare import local_model
 from dilocox.peer.rounds.outer_step import OuterStep
 from dilocox.peer.rounds.record import Contribution, ReducedShare, RoundRecord, SendFacts
@@ -47,6 +50,18 @@ MODEL: dict[str, Any] = {
     "max_position_embeddings": 16,
     "tie_word_embeddings": False,
 }
+
+
+def fill_disk(patch: pytest.MonkeyPatch) -> list[int]:
+    """From now on no snapshot can be written; an item for each that was tried."""
+    tries = list[int]()
+
+    def full(*_: Any, **__: Any) -> None:
+        tries.append(1)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    patch.setattr(snapshot_files, "save_tensors", full)
+    return tries
 
 
 def manifest(stages: int = 1, **sections: Any) -> Manifest:

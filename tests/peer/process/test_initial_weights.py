@@ -279,13 +279,19 @@ def test_a_bootstrap_that_serves_others_first_is_waited_for(
     assert asked[-1] - asked[0] > 2.5, "longer than it waits for somebody who has them"
 
 
-def test_a_late_joiner_takes_the_newest_state_and_its_record_instead(
-    manifest: Manifest, tmp_path: Path, maker: ChainMaker, away: Path
-) -> None:
+def late_joiner(tmp_path: Path, manifest: Manifest, maker: ChainMaker) -> Joiner:
+    """One that comes after two rounds, to a peer with a snapshot of the second."""
     maker.train(0, 1)
     maker.snapshot()
     joiner = Joiner(tmp_path / "peer", manifest, **{maker.peer: maker.find})
     joiner.claims = {maker.peer: maker.claim()}
+    return joiner
+
+
+def test_a_late_joiner_takes_the_newest_state_and_its_record_instead(
+    manifest: Manifest, tmp_path: Path, maker: ChainMaker, away: Path
+) -> None:
+    joiner = late_joiner(tmp_path, manifest, maker)
     assert joiner.begin() == (1, maker.digests[-1])
     assert torch.equal(joiner.anchor, maker.anchor)
     assert torch.equal(joiner.momentum, maker.momentum)
@@ -296,10 +302,7 @@ def test_who_was_killed_before_its_first_snapshot_takes_a_newer_state_all_the_sa
     manifest: Manifest, tmp_path: Path, maker: ChainMaker, away: Path
 ) -> None:
     """It has a log that begins in the midst, to which the initial weights are of no use."""
-    maker.train(0, 1)
-    maker.snapshot()
-    joiner = Joiner(tmp_path / "peer", manifest, **{maker.peer: maker.find})
-    joiner.claims = {maker.peer: maker.claim()}
+    joiner = late_joiner(tmp_path, manifest, maker)
     assert joiner.begin()[0] == 1
     maker.train(2)
     Store(tmp_path / "peer" / "log").share(maker.log, [2])

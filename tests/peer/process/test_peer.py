@@ -26,6 +26,19 @@ class StartedAgain(BaseException):
     """The process would become another one here."""
 
 
+@pytest.fixture
+def starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that would start again, which it does at once, raises StartedAgain."""
+
+    def again() -> None:
+        raise StartedAgain
+
+    monkeypatch.setattr(peer, "wait_for_entry", lambda *_: NO_FALLBACK)
+    monkeypatch.setattr(peer, "start_again", again)
+    monkeypatch.setattr(peer, "BETWEEN_TRIES_S", 0.0)
+
+
+@pytest.mark.usefixtures("starts_again")
 @pytest.mark.parametrize("has_been_in_it", [True, False])
 @pytest.mark.parametrize("fault", [BootstrapsSilent, HubAway])
 def test_who_has_been_in_a_run_is_not_lost_where_what_it_needs_goes_away_meanwhile(
@@ -38,13 +51,7 @@ def test_who_has_been_in_a_run_is_not_lost_where_what_it_needs_goes_away_meanwhi
     def silent(*_: Any, **__: Any) -> Any:
         raise fault("no answer")
 
-    def again() -> None:
-        raise StartedAgain
-
-    monkeypatch.setattr(peer, "wait_for_entry", lambda *_: NO_FALLBACK)
     monkeypatch.setattr(peer, "join_run", silent)
-    monkeypatch.setattr(peer, "start_again", again)
-    monkeypatch.setattr(peer, "BETWEEN_TRIES_S", 0.0)
     monkeypatch.setenv(peer.HUB_PAUSE, "0.0")
     options = PeerOptions(invite=INVITE, state=tmp_path)
     if has_been_in_it:
@@ -54,6 +61,7 @@ def test_who_has_been_in_a_run_is_not_lost_where_what_it_needs_goes_away_meanwhi
     assert ("trying again" in caplog.text) is has_been_in_it
 
 
+@pytest.mark.usefixtures("starts_again")
 def test_the_hub_is_asked_less_and_less_often_while_it_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,13 +71,7 @@ def test_the_hub_is_asked_less_and_less_often_while_it_is_away(
     def away(*_: Any, **__: Any) -> Any:
         raise faults.pop(0)
 
-    def again() -> None:
-        raise StartedAgain
-
-    monkeypatch.setattr(peer, "wait_for_entry", lambda *_: NO_FALLBACK)
     monkeypatch.setattr(peer, "join_run", away)
-    monkeypatch.setattr(peer, "start_again", again)
-    monkeypatch.setattr(peer, "BETWEEN_TRIES_S", 0.0)
     monkeypatch.setattr(peer, "FIRST_PAUSE_S", 0.125)
     monkeypatch.setattr(peer, "LONGEST_PAUSE_S", 0.375)
     monkeypatch.setenv(peer.HUB_PAUSE, "0.125")  # and so it is put back at the end
@@ -82,6 +84,7 @@ def test_the_hub_is_asked_less_and_less_often_while_it_is_away(
     assert handed_on == ["0.25", "0.375", "0.375", None, "0.25"]
 
 
+@pytest.mark.usefixtures("starts_again")
 @pytest.mark.parametrize("error", [AdmissionLapsed("its time ended"), NotAdmitted("never was")])
 def test_whose_admission_is_over_waits_for_the_operator_and_who_has_none_ends(
     tmp_path: Path,
@@ -94,11 +97,7 @@ def test_whose_admission_is_over_waits_for_the_operator_and_who_has_none_ends(
     def refused(*_: Any, **__: Any) -> Any:
         raise error
 
-    def again() -> None:
-        raise StartedAgain
-
     monkeypatch.setattr(peer, "join_run", refused)
-    monkeypatch.setattr(peer, "start_again", again)
     monkeypatch.setattr(peer, "RENEWED_LOOK_S", 0.0)
     lapsed = isinstance(error, AdmissionLapsed)
     with pytest.raises(StartedAgain if lapsed else NotAdmitted):
@@ -106,6 +105,7 @@ def test_whose_admission_is_over_waits_for_the_operator_and_who_has_none_ends(
     assert ("this peer looks again" in caplog.text) is lapsed
 
 
+@pytest.mark.usefixtures("starts_again")
 @pytest.mark.parametrize("signalled", [True, False])
 def test_whose_admission_is_over_while_it_is_to_rest_goes_on_resting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signalled: bool
@@ -125,12 +125,8 @@ def test_whose_admission_is_over_while_it_is_to_rest_goes_on_resting(
             signal.raise_signal(signal.SIGTERM)
         raise AdmissionLapsed("its time ended")
 
-    def again() -> None:
-        raise StartedAgain
-
     monkeypatch.setattr(peer, "StopSignal", Stop)
     monkeypatch.setattr(peer, "join_run", refused)
-    monkeypatch.setattr(peer, "start_again", again)
     with nullcontext() if signalled else pytest.raises(StartedAgain):
         assert peer.run_peer(PeerOptions(invite=INVITE, state=tmp_path)) == 0
 

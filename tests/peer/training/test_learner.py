@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import time
@@ -16,12 +15,11 @@ import torch
 
 from dilocox.peer.averaging.events import Failed, Resynced, Voided
 from dilocox.peer.averaging.loop_status import LoopStatus
-from dilocox.peer.chain import snapshot_files
 from dilocox.peer.chain.chain_client import CountedRounds, TakenState
 from dilocox.peer.training.snapshot_taking import Snapshots
 from dilocox.pipeline.messages import Stepped
 from dilocox.pipeline.stage_worker import StageWorker
-from tests.peer.loops import STEP_TOKENS, Loop, manifest
+from tests.peer.loops import STEP_TOKENS, Loop, fill_disk, manifest
 
 
 def snapshots(loop: Loop) -> Snapshots:
@@ -268,15 +266,8 @@ def test_a_log_that_drops_records_while_the_disk_is_full_ends_no_peer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     loop = Loop(tmp_path, manifest(rounds={"records_kept": 4}))
-
-    tries = list[int]()
-
-    def full(*_: Any, **__: Any) -> None:
-        tries.append(1)
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(snapshot_files, "save_tensors", full)
+        tries = fill_disk(patch)
         for number in range(9):
             loop.fake.events.put(loop.committed(number, 0.1))
             loop.learner.between_steps()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,9 +11,8 @@ import torch
 from dilocox.dht.errors import EnvironmentFault, UnreadableManifest
 from dilocox.peer.averaging.coordinator import ChildDied
 from dilocox.peer.averaging.events import Failed, Voided
-from dilocox.peer.chain import snapshot_files
 from dilocox.peer.training import loop as loop_module
-from tests.peer.loops import STEP_TOKENS, Loop, manifest
+from tests.peer.loops import STEP_TOKENS, Loop, fill_disk, manifest
 
 
 # ---- leaving -------------------------------------------------------------------------------------
@@ -59,13 +56,10 @@ def test_at_the_end_of_the_run_a_bootstrap_gets_the_time_to_keep_the_last_record
 def test_a_disk_that_is_full_at_the_end_keeps_no_record_from_the_others(
     loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     def kept() -> None:
         loop.fake.archived = True
 
-    monkeypatch.setattr(snapshot_files, "save_tensors", full)
+    fill_disk(monkeypatch)
     loop.fake.archived = False
     loop.fake.events.to_come.extend([lambda: None, kept])
     with pytest.raises(EnvironmentFault, match="no space left on the disk"):

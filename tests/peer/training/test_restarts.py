@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import shutil
 import time
@@ -14,13 +13,12 @@ import torch
 
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.files import bytes_below
-from dilocox.peer.chain import snapshot_files
 from dilocox.peer.chain.snapshot_files import LOCAL_FILE
 from dilocox.peer.process.prepare import local_model
 from dilocox.peer.training import snapshot_taking
 from dilocox.peer.training.snapshot_taking import BYTES_PER_S, Snapshots
 from tests.dht.processes import wait_until
-from tests.peer.loops import STEP_TOKENS, Loop
+from tests.peer.loops import STEP_TOKENS, Loop, fill_disk
 from tests.peer.training.merging import unsent
 
 
@@ -138,14 +136,8 @@ def test_no_snapshot_begins_while_a_send_is_in_flight(loop: Loop) -> None:
 def test_a_full_disk_costs_a_snapshot_in_the_background_and_no_peer(
     loop: Loop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tries = list[int]()
-
-    def full(*_: Any, **__: Any) -> None:
-        tries.append(1)
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(snapshot_files, "save_tensors", full)
+        tries = fill_disk(patch)
         patch.setattr(snapshot_taking, "RETRY_S", 0.01)
         loop.snapshots.soon()
         wait_until(lambda: advance(loop) or len(tries) > 2, 20.0)

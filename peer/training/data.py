@@ -11,8 +11,8 @@ Neighbouring windows share one token, so that every token of a buffer is predict
 after the last whole window are not. A thread of its own makes the next buffers while one is used,
 so that no step waits for a disk, the hub or a tokenizer.
 
-Short documents are tokenized many at a time, and long ones in slices: a call costs more than a few
-words do, and one for 50 MB of text would take gigabytes.
+Short documents are tokenized many at a time, and long ones in slices: each call waits anew for
+Python's lock, which other threads have, and one for 50 MB of text would take gigabytes.
 
 A tokenizer makes token ids of a document's bytes. No text becomes a special token, whatever it
 spells: a document that contains `</s>` must not end there.
@@ -101,8 +101,8 @@ class PretrainedTokenizer:
         return self.encode_all([document])[0]
 
     def encode_all(self, documents: Sequence[bytes]) -> list[TokenIds]:
-        """`encode` of each, in one call: of short documents that takes a fraction of the time, and
-        most of it without Python's lock.
+        """`encode` of each, in one call, which gives up Python's lock once: beside a busy thread
+        short documents one by one wait for it many times as long as they compute.
         """
         if not documents:
             return []

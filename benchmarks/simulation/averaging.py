@@ -20,7 +20,7 @@ from dilocox.compression.stage_codec import MARGIN
 from dilocox.dht.addresses import Reachability
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.averaging.averager import Applied
-from dilocox.peer.chain.chain_client import ChainEnd, NoState, Reached, TakenState
+from dilocox.peer.chain.chain_client import NoState, Reached, TakenState, WantedState
 from dilocox.peer.rounds.group import (
     AttemptResult,
     ExchangeOrder,
@@ -54,6 +54,9 @@ class Donor(Protocol):
 
     @property
     def answers(self) -> bool: ...
+
+    @property
+    def has_state(self) -> bool: ...
 
 
 class Honest:
@@ -398,6 +401,7 @@ class SimulatedAverager:
         self.order: Any = None
         self.encoded_at = 0.0
         self.answers = True  # neither killed nor frozen
+        self.has_state = True
         self.gone = False  # killed
         self.stumbles = 0  # how often it was frozen
         self.known: dict[tuple[int, int], _Exchange] = {}
@@ -517,11 +521,9 @@ class SimulatedAverager:
         self._later(seconds, arrive)
         return future
 
-    def fetch_state(
-        self, peers: Sequence[str], *, after_round: int, hurry: bool, end: ChainEnd | None
-    ) -> SimulatedFuture:
+    def fetch_state(self, peers: Sequence[str], wanted: WantedState) -> SimulatedFuture:
         """Download another peer's state: its chain, as far as somebody vouches for it."""
-        future, peer = self._new_future(), peers[0]
+        future, peer, end = self._new_future(), peers[0], wanted.end
 
         def arrive() -> None:
             donor = self._donor(peer)
@@ -534,8 +536,12 @@ class SimulatedAverager:
                 return
             if not theirs.chain[-1][1].sound:
                 future.set(error=RecordRefused(f"{peer} gave a state of what nobody certified"))
-                return
-            future.set(theirs.chain)
+            elif donor.has_state:
+                future.set(theirs.chain)
+            elif wanted.or_initial and end is not None and peer == end.teller:
+                future.set([])
+            else:
+                future.set(error=NoState(f"{peer} has no state yet"))
 
         self._later(10 * self._meetings.lines.network.rtt_s + 5.0, arrive)
         return future

@@ -243,6 +243,7 @@ class _Given:
 
     log: SimulatedLog
     answers: bool
+    has_state: bool = True
 
 
 class LyingArchive(SimulatedArchive):

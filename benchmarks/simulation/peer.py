@@ -112,7 +112,9 @@ class Books:
         for number in [number for number in self.fly if number < record.round]:
             self.void(number)
         member = record.member(me)
-        if member is not None:
+        if record.round in self.counted:  # before it went back behind this record
+            pass
+        elif member is not None:
             self._count(record.round, member.tokens)
         elif record.round in self.fly:
             self.void(record.round)
@@ -132,7 +134,7 @@ class Books:
             self.void(number)
         for number in sorted(named.keys() - self.counted.keys()):
             self._count(number, named[number])
-        self.round = chain[-1].round
+        self.round = chain[-1].round if chain else -1
         self._grow_old(1, max_age)
 
     def forget(self) -> None:

@@ -14,7 +14,7 @@ from benchmarks.simulation.dht import STORE_TRIPS, SimulatedDHT
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.records import ClaimRecord, claim_key
 from dilocox.dht.swarm_view import SwarmView
-from dilocox.peer.chain.archive import TRIED_AT_ONCE
+from dilocox.peer.chain.archive import RECORDS_AFTER_STATE, TRIED_AT_ONCE
 from dilocox.peer.chain.archive_keeper import LOOK_S
 from dilocox.peer.chain.chain_client import Reached
 from dilocox.peer.chain.fork_choice import ClaimBook, Trust, holders
@@ -34,6 +34,11 @@ class Keeping:
     answers: bool = True
     behind: bool = False
     fetching: bool = False
+
+    @property
+    def has_state(self) -> bool:
+        """It makes the first one when there are more records than this."""
+        return len(self.log.chain) > RECORDS_AFTER_STATE[0]
 
 
 class SimulatedArchive:

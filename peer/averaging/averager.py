@@ -85,8 +85,8 @@ from dilocox.peer.chain.chain_client import (
     ChainEnd,
     Reached,
     StateFile,
-    StateOffer,
     TakenState,
+    WantedState,
 )
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.store import RECORDS_NEEDED
@@ -601,26 +601,13 @@ class StageAverager(PeerService, DecentralizedAverager):
             )
 
     @in_process
-    async def fetch_state(
-        self, peers: Sequence[str], *, after_round: int, hurry: bool, end: ChainEnd | None
-    ) -> StateFile:
+    async def fetch_state(self, peers: Sequence[str], wanted: WantedState) -> StateFile:
         """Download the first peer's anchor and momentum to the disk, what is missing in the end
-        from others; `end`: of the chain to be on."""
-        chain = self._chain(peers)
-
-        async def on_chain(offer: StateOffer) -> None:
-            if end is not None and self.log.find(offer.digest) is None:
-                await chain.check_leads_to(end, offer)
-
+        from others."""
+        state = self._chain(peers).state(peers[0], self.local.folder / "log", self.log, wanted)
         with self.counting_refusals():
-            folder = self.local.folder / "log"
             # what has come by then stays, and the next try goes on with it
-            found = await asyncio.wait_for(
-                chain.state(
-                    peers[0], folder, after_round=after_round, on_chain=on_chain, hurry=hurry
-                ),
-                STATE_TRY_S,
-            )
+            found = await asyncio.wait_for(state, STATE_TRY_S)
         self._found_state = found
         # its record, as large as an update, stays here
         return replace(found, offer=replace(found.offer, record_bytes=b""))
@@ -639,9 +626,7 @@ class StageAverager(PeerService, DecentralizedAverager):
         whole, self._found_state = self._found_state, None
         if whole is None or whole.file != found.file:
             raise CallRefused(f"{found.file} is not the state that was downloaded last")
-        state = whole.load(self._buffers.anchor, self._buffers.momentum)
-        self.log.start_from(whole.offer.record_bytes, whole.offer.certificate)
-        return state
+        return whole.load(self._buffers.anchor, self._buffers.momentum, self.log)
 
     def current_order(self) -> ExchangeOrder:
         """What the exchange under way was prepared with; GroupRefused if none was."""

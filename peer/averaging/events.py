@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from dilocox.peer.chain.chain_client import CountedRounds, TakenState
+from dilocox.peer.chain.chain_client import TakenState
+from dilocox.peer.chain.header_client import CountedRounds
 from dilocox.peer.rounds.record import RoundRecord
 
 

@@ -32,13 +32,14 @@ from dilocox.peer.chain.chain_client import (
     AnchorLost,
     AnchorWrong,
     ChainEnd,
-    CountedRounds,
     NoState,
     Reached,
     StateFile,
     TakenState,
+    WantedState,
 )
 from dilocox.peer.chain.fork_choice import ClaimBook, Trust, holders
+from dilocox.peer.chain.header_client import CountedRounds
 from dilocox.peer.os_process import counted
 from dilocox.peer.rounds.record import RecordRefused, RoundRecord
 
@@ -60,12 +61,14 @@ class _StateNeeded:
     """A state that this peer must take; records do not do.
 
     after_round: of no use are states of this round or an older one. fork_round: this peer's records
-    after it are void. saves_bytes: records would do as well.
+    after it are void. saves_bytes: records would do as well. or_initial: the initial weights will
+    do, where nobody has a state yet.
     """
 
     after_round: int = -1
     fork_round: int | None = None
     saves_bytes: bool = False
+    or_initial: bool = False
 
 
 class ChainFollower:
@@ -214,7 +217,7 @@ class ChainFollower:
                 logger.error(
                     "alarm: the record behind these weights is missing; downloading others' weights"
                 )
-                self._state_needed = _StateNeeded()
+                self._state_needed = _StateNeeded(or_initial=True)
             return
         record = self._log.header(following)
         if record is None:
@@ -287,9 +290,10 @@ class ChainFollower:
         logger.info("catching up: taking the newest weights from %s", view.shown(peer))
         others = [each for each in view.within_reach(honest) if each != peer]
         asked = [peer, *random.sample(others, min(len(others), STATES_ASKED - 1))]
-        future = self._averager.fetch_state(
-            asked, after_round=needed.after_round, hurry=hurry, end=end
+        wanted = WantedState(
+            after_round=needed.after_round, end=end, or_initial=needed.or_initial, hurry=hurry
         )
+        future = self._averager.fetch_state(asked, wanted)
         self._begin(future, lambda found: self._got_state(found, needed))
 
     def _chosen(self, view: SwarmView, peers: Sequence[str]) -> str:
@@ -414,7 +418,7 @@ class ChainFollower:
                 if self._trust.witnessed(wanted)
                 else "with more tokens",
             )
-            self._state_needed = _StateNeeded(fork_round=reached.fork_round)
+            self._state_needed = _StateNeeded(fork_round=reached.fork_round, or_initial=True)
         else:
             if self._trust.witnessed(wanted):
                 logger.error(

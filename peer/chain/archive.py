@@ -380,7 +380,7 @@ class StageArchive:
         with contextlib.suppress(NoState):
             try:
                 offer = await chain.offer(donors[0])
-                logger.info("%s: taking the state of round %d", self, offer.record.round)
+                logger.info("%s: taking the state of round %d", self, offer.round)
                 kept = await chain.download(offer, self._folder / "incoming")
             except (RecordRefused, CallRefused):
                 self._lied(donors[0])

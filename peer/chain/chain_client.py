@@ -23,7 +23,7 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
@@ -35,8 +35,9 @@ from torch import Tensor
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.files import make_folder
 from dilocox.dht.rpc import REFUSED, STALL_S, Blob, CallRefused, Client
-from dilocox.peer.chain.header_client import HeaderClient, OtherRecord
+from dilocox.peer.chain.header_client import CountedRounds, HeaderClient, OtherRecord
 from dilocox.peer.chain.record_check import RecordCheck
+from dilocox.peer.chain.replay import start_file
 from dilocox.peer.chain.snapshot_files import (
     STATE_CHUNK_BYTES,
     check_values,
@@ -94,26 +95,6 @@ class Fetched:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CountedRounds:
-    """What the headers of another peer's chain say of this peer.
-
-    after: of all records of later rounds, up to the newest. named: rounds of those that count this
-    peer. rounds: of those records, by digest.
-    """
-
-    after: int
-    named: frozenset[int]
-    rounds: Mapping[str, int]
-
-    def up_to(self, digest: str) -> CountedRounds | None:
-        """Likewise, up to the record of this digest; None where it is another chain's."""
-        newest = self.rounds.get(digest)
-        if newest is None:
-            return None
-        return replace(self, named=frozenset(n for n in self.named if n <= newest))
-
-
-@dataclass(frozen=True, kw_only=True)
 class Reached:
     """What a walk along another peer's chain found."""
 
@@ -142,19 +123,21 @@ class TakenState:
 
 @dataclass(frozen=True, kw_only=True)
 class StateOffer:
-    """A state that a peer has: its file, and the record (checked, without means) it stands on."""
+    """A state that a peer has: its file, and the record (checked, without means) it stands on; None
+    for the initial weights.
+    """
 
     peer: str
     sha256: str
     size: int  # bytes
-    digest: str
-    record: RoundRecord
-    record_bytes: bytes
-    certificate: bytes
+    digest: str  # of that record, or of the manifest
+    record: RoundRecord | None = None
+    record_bytes: bytes = b""
+    certificate: bytes = b""
 
     @property
     def round(self) -> int:
-        return self.record.round
+        return -1 if self.record is None else self.record.round
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,35 +149,46 @@ class ChainEnd:
     teller: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class WantedState:
+    """What will do.
+
+    after_round: of no use are states of this round or an older one. end: of the chain that a state
+    must be on which stands on no record here; None: any will do. or_initial: the initial weights
+    will, too. An archive whose chain is young has no state yet, and who vouches for that chain may
+    be the only one that is on it. hurry: as for `ChainClient.download`.
+    """
+
+    after_round: int = -1
+    end: ChainEnd | None = None
+    or_initial: bool = False
+    hurry: bool = False
+
+
 @dataclass(frozen=True)
 class StateFile:
-    """A state that was downloaded, and checked."""
+    """A state that was downloaded, and checked; or one of the initial weights."""
 
     offer: StateOffer
     file: Path
 
-    def load(self, anchor: Tensor, momentum: Tensor) -> TakenState:
-        """Put it into these vectors, [numel] fp32 each; the file goes."""
+    def load(self, anchor: Tensor, momentum: Tensor, log: RoundLog) -> TakenState:
+        """Put it into these vectors, [numel] fp32 each, and its record into the log, which goes on
+        from it; the file goes.
+        """
         offer = self.offer
         load_state(self.file, anchor, momentum)
         self.file.unlink()
+        if offer.record is None:
+            log.drop_from(0)
+        else:
+            log.start_from(offer.record_bytes, offer.certificate)
         return TakenState(
             round=offer.round,
             digest=offer.digest,
             anchor_sha256=anchor_sha256(anchor),
-            chain_tokens=offer.record.chain_tokens,
+            chain_tokens=0 if offer.record is None else offer.record.chain_tokens,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class InitialOffer:
-    """Likewise, the initial weights that the manifest pins, which stand on no record."""
-
-    peer: str
-    sha256: str
-    size: int
-    digest: str
-    round: int = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,7 +290,7 @@ class ChainClient(HeaderClient):
     ) -> Reached:
         walk = self._missing(log, digest, limit_bytes, back_to)
         headers, known, enough = await asyncio.wait_for(walk, self._limits.all_headers_s)
-        told = _told(headers, known, me)
+        told = CountedRounds.told(headers, known, me)
         if known is None:
             return Reached(fork_round=None, too_far=True, told=told)
         size = sum(each.record_bytes for each in headers)
@@ -413,7 +407,7 @@ class ChainClient(HeaderClient):
         if digest != self.check.root:
             raise NoState(f"{peer} has not the initial weights any more")
         kept = await self.download(
-            InitialOffer(peer=peer, sha256=sha256, size=size, digest=digest), folder
+            StateOffer(peer=peer, sha256=sha256, size=size, digest=digest), folder
         )
         pinned = self.check.manifest.initial.anchors[self.check.stage]
         if not await self._compute(is_initial, kept.file, pinned):
@@ -436,9 +430,7 @@ class ChainClient(HeaderClient):
             raise CallRefused(f"{peer} names its state, but not by a sha256")
         return digest, sha256, size
 
-    async def download(
-        self, offer: StateOffer | InitialOffer, folder: Path, *, hurry: bool = False
-    ) -> KeptState:
+    async def download(self, offer: StateOffer, folder: Path, *, hurry: bool = False) -> KeptState:
         """Fetch the file into a folder, going on with what an earlier, broken download of it left.
 
         The digests of its chunks come first, then the chunks, from the peer that offered it. Where
@@ -478,9 +470,7 @@ class ChainClient(HeaderClient):
             raise
         return KeptState(round=offer.round, digest=offer.digest, sha256=offer.sha256, file=path)
 
-    async def _rest(
-        self, peer: str, offer: StateOffer | InitialOffer, path: Path, hurry: bool
-    ) -> None:
+    async def _rest(self, peer: str, offer: StateOffer, path: Path, hurry: bool) -> None:
         """What is missing of the file, from one peer."""
         want = {"what": "state", "sha256": offer.sha256}
         count = -(-offer.size // STATE_CHUNK_BYTES)
@@ -524,20 +514,9 @@ class ChainClient(HeaderClient):
         if have != offer.size:
             raise ConnectionError(f"{peer} has {have} bytes of a state of {offer.size}")
 
-    async def state(
-        self,
-        peer: str,
-        folder: Path,
-        *,
-        after_round: int,
-        on_chain: Callable[[StateOffer], Awaitable[None]],
-        hurry: bool = False,
-    ) -> StateFile:
-        """Download a peer's state, newer than `after_round`, into the folder; `hurry` as for
-        `download`. Where a part of one is there, rather from a holder that has the same one.
-
-        on_chain: raises where the record that the state stands on is not on the chain to be on;
-        called before its first byte is.
+    async def state(self, peer: str, folder: Path, log: RoundLog, wanted: WantedState) -> StateFile:
+        """Download a peer's state into the folder. Where a part of one is there, rather from a
+        holder that has the same one. log: of the records here.
 
         Raises:
             NoState: it has none, or an older one.
@@ -546,27 +525,42 @@ class ChainClient(HeaderClient):
             CallRefused, RecordRefused: what it sent is not sound.
             EnvironmentFault: no space on the disk.
         """
+        end = wanted.end
+
+        async def taken(donor: str, *, hurry: bool) -> StateFile:
+            offer = await self.offer(donor)
+            number, least = offer.round, wanted.after_round
+            if number <= least:
+                raise NoState(f"{donor} has a state of round {number}, not after {least}")
+            if end is not None and log.find(offer.digest) is None:
+                await self.check_leads_to(end, offer)
+            return StateFile(offer, (await self.download(offer, folder, hurry=hurry)).file)
+
         rest = await self._with_the_rest(folder)
         if rest:
             with suppress(*REFUSED):  # it may be too old by now: then this peer's will do
-                return await self._state(rest, folder, after_round, on_chain, hurry=False)
-        return await self._state(peer, folder, after_round, on_chain, hurry=hurry)
+                return await taken(rest, hurry=False)
+        try:
+            return await taken(peer, hurry=wanted.hurry)
+        except NoState:
+            if not wanted.or_initial or end is None or peer != end.teller:
+                raise
+            return await self._first_state(end, folder)
 
-    async def _state(
-        self,
-        peer: str,
-        folder: Path,
-        after_round: int,
-        on_chain: Callable[[StateOffer], Awaitable[None]],
-        *,
-        hurry: bool,
-    ) -> StateFile:
-        offer = await self.offer(peer)
-        number = offer.record.round
-        if number <= after_round:
-            raise NoState(f"{peer} has a state of round {number}, not after {after_round}")
-        await on_chain(offer)
-        return StateFile(offer, (await self.download(offer, folder, hurry=hurry)).file)
+    async def _first_state(self, end: ChainEnd, folder: Path) -> StateFile:
+        """The initial weights, where the teller's records lead from there to the end."""
+        first = StateOffer(peer=end.teller, sha256="", size=0, digest=self.check.root)
+        await self.check_leads_to(end, first)
+        if self.check.manifest.initial.anchors:
+            return StateFile(first, (await self.initial(end.teller, folder)).file)
+        make_folder(folder)
+        file = folder / "initial.state"
+        try:
+            await self._compute(start_file, self.check, None, file)
+        except EnvironmentFault:
+            file.unlink(missing_ok=True)
+            raise
+        return StateFile(first, file)
 
     async def _with_the_rest(self, folder: Path) -> str:
         """A holder whose state is the one of which the folder has a part, empty if there is none:
@@ -631,15 +625,3 @@ class ChainClient(HeaderClient):
             if number <= offer.round:
                 break
         return before, number
-
-
-def _told(headers: Sequence[ChainRound], known: int | None, me: str) -> CountedRounds | None:
-    """What headers, the newest first, say of this peer; `known`: the round that they follow."""
-    if not headers:
-        return None
-    oldest = headers[-1].round
-    return CountedRounds(
-        after=known if known is not None and known < oldest else oldest - 1,
-        named=frozenset(told.round for told in headers if me in dict(told.contributors)),
-        rounds={told.digest: told.round for told in headers},
-    )

@@ -5,9 +5,9 @@ for. So a claim counts only if peers that have something to do with the run stan
 (`Trust`): its *witness*, the archive of the operator's bootstrap, or most of those whose values are
 in our own chain. What counts is asked for, the most tokens first (`ClaimBook`). A claim whose
 record nobody gives for a record lifetime is presumed void: its commit may have failed, and that of
-a stranger may never have been. A peer that is busy probably has the record, so it is believed for
-longer, but not for ever. A peer whose state was wrong is asked again only where nobody else has
-one.
+a stranger may never have been. The witness's is not void but out of reach, and tried again later. A
+peer that is busy probably has the record, so it is believed for longer, but not for ever. A peer
+whose state was wrong is asked again only where nobody else has one.
 
 One book serves a peer (averaging/follower.py), another one each stage of an archive (archive.py).
 """
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from dilocox.peer.chain.store import RoundLog, Store, Tip
 
 BUSY_LIFETIMES = 10  # of a record: no peer that has what it claims is busy for so long
+AGAIN_LIFETIMES = 10  # after which a claim of the witness is tried again
 SLOW_TIMES = 3  # that a record of many bytes did not come in the time for it
 MAX_NOTED = 1000  # digests or peers
 CREDIT_ROUNDS = 10  # whose contributors stand behind what comes next
@@ -339,6 +340,7 @@ class ClaimBook:
         # since when, and how often
         self._failing: dict[tuple[str, bool], tuple[float, int]] = {}
         self._ignored: set[str] = set()
+        self._out_of_reach: dict[str, float] = {}  # of the witness, and until when
         self._liars: set[str] = set()
         self._in_vain: set[str] = set()  # peers that were asked, and gave nothing
         self._busy = 0  # answers in a row
@@ -350,7 +352,7 @@ class ClaimBook:
         """What others claim beyond our chain or against it, each digest once, the most tokens
         first; other_chain: as of `best`.
         """
-        found, passed = list[ClaimRecord](), set(self._ignored)
+        found, passed = list[ClaimRecord](), self._passed()
         while best := view.best_claim(head.chain_tokens, head.digest, passed):
             found.append(best)
             passed.add(best.digest)
@@ -362,14 +364,14 @@ class ClaimBook:
         self, view: SwarmView, head: Tip, other_chain: ClaimRecord | None = None
     ) -> ClaimRecord | None:
         """other_chain: what else will do, whatever tokens it has."""
-        found = view.best_claim(head.chain_tokens, head.digest, self._ignored)
+        found = view.best_claim(head.chain_tokens, head.digest, self._passed())
         if found is not None:
             return found
         return other_chain if other_chain is not None and self.believed(other_chain) else None
 
     def believed(self, claim: ClaimRecord) -> bool:
         """Whether it is not one of those that nobody could prove."""
-        return claim.digest not in self._ignored
+        return claim.digest not in self._passed()
 
     def came(self, digest: str) -> None:
         """Records came from peers that claim this: none is doubted, even if some are missing."""
@@ -392,7 +394,12 @@ class ClaimBook:
             return False
         if isinstance(error, asyncio.TimeoutError) and times + 1 < SLOW_TIMES:
             return False  # one try may take longer than a lifetime
-        self.ignore(digest)
+        if self._trust.witnessed(digest):  # who is on another chain would stay there for ever
+            again = now + AGAIN_LIFETIMES * self._trust.record_lifetime_s
+            self._out_of_reach = {digest: again}
+            self.came(digest)
+        else:
+            self.ignore(digest)
         return True
 
     def failing(self, digest: str) -> bool:
@@ -403,6 +410,10 @@ class ClaimBook:
         """It is void, or its chain lost against ours."""
         _note(self._ignored, digest)
         self.came(digest)
+
+    def _passed(self) -> set[str]:
+        now = self._trust.now()
+        return self._ignored | {each for each, until in self._out_of_reach.items() if now < until}
 
     # ---- the holders of records and states ------------------------------------------------------
     def asked_in_vain(self, peer: str, error: Exception) -> None:

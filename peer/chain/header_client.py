@@ -12,7 +12,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from dilocox.dht.errors import EnvironmentFault, reason_of
@@ -31,6 +32,40 @@ NONSENSE = (ArithmeticError, ValueError, LookupError, TypeError, AttributeError,
 """What parsing bytes may raise that anybody sent."""
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountedRounds:
+    """What the headers of another peer's chain say of this peer.
+
+    after: of all records of later rounds, up to the newest. named: rounds of those that count this
+    peer. rounds: of those records, by digest.
+    """
+
+    after: int
+    named: frozenset[int]
+    rounds: Mapping[str, int]
+
+    @classmethod
+    def told(
+        cls, headers: Sequence[ChainRound], known: int | None, me: str
+    ) -> CountedRounds | None:
+        """By these headers, the newest first; `known`: the round that they follow."""
+        if not headers:
+            return None
+        oldest = headers[-1].round
+        return cls(
+            after=known if known is not None and known < oldest else oldest - 1,
+            named=frozenset(told.round for told in headers if me in dict(told.contributors)),
+            rounds={told.digest: told.round for told in headers},
+        )
+
+    def up_to(self, digest: str) -> CountedRounds | None:
+        """Likewise, up to the record of this digest; None where it is another chain's."""
+        newest = self.rounds.get(digest)
+        if newest is None:
+            return None
+        return replace(self, named=frozenset(n for n in self.named if n <= newest))
 
 
 class OtherRecord(RecordRefused):

@@ -190,7 +190,7 @@ async def download_chain(claimed: ClaimedChain, folder: Path) -> tuple[KeptChain
     for peer in claimed.claims:
         with suppress(*REFUSED):
             offers.append(await claimed.chain.offer(peer, known.__contains__))
-    offers.sort(key=lambda offer: offer.record.round)
+    offers.sort(key=lambda offer: offer.round)
     oldest = [] if claimed.ends(previous) else offers[:1]
     states = [] if oldest else await _pinned(claimed.chain, claimed.claims, folder / "initial")
     for index, offer in enumerate([*oldest, *offers[len(oldest) :][-1:]]):
@@ -423,8 +423,8 @@ class _Download:
             digest, states, newer, later = claim.digest, list[KeptState](), False, False
             with suppress(ConnectionError):  # no state: its log reaches back to the initial weights
                 offer = await chain.offer(peer)
-                newer = offer.record.round > claim.round  # it went on after it wrote the claim
-                later = round_number is not None and offer.record.round > round_number
+                newer = offer.round > claim.round  # it went on after it wrote the claim
+                later = round_number is not None and offer.round > round_number
                 if not later and (not newer or claimed.vouched is None):
                     states.append(await chain.download(offer, folder))
                     log.start_from(offer.record_bytes, offer.certificate)

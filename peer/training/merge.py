@@ -421,8 +421,9 @@ class Merge:
     ) -> Outcome:
         """Apply the next record of the chain; `anchor` and `momentum` are those after it.
 
-        A record of a round that was passed changes nothing. An open send of an earlier round is
-        closed as void. `own` is needed where the record names this peer and its send is in flight.
+        A record of a round that was passed changes nothing. What was counted before the merge went
+        back behind its record counts once. An open send of an earlier round is closed as void.
+        `own` is needed where the record names this peer and its send is in flight.
 
         Raises:
             OutOfOrder: the record does not follow the last one applied.
@@ -441,7 +442,7 @@ class Merge:
         for number in [number for number in self.fly if number < record.round]:
             self.void(number)
         outcome = Outcome.FOLLOWED
-        if record.contributor:
+        if record.contributor and record.round not in self._counted:
             outcome = self._count(record.round, own)
         elif record.round in self.fly:
             self.void(record.round)

@@ -20,10 +20,6 @@ from tests.peer.kept_chains import RUN
 Find = Callable[[dict[str, Any]], "Source | None"]
 
 
-async def on_any_chain(_: object) -> None:
-    """Of a state that is taken whatever it stands on."""
-
-
 class MemorySwarm:
     """The peers by name, each with what it gives to whoever asks; others are gone.
 

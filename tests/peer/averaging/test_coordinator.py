@@ -45,7 +45,7 @@ class Sending:
             apply=self._apply,
             encode=lambda plan, last: Future(),
             settle=lambda number, attempt: answered(None),
-            fetch_state=lambda peer, **facts: answered("a file"),
+            fetch_state=lambda peers, wanted: answered("a file"),
             take_state=lambda found: answered(self._state()),
             is_alive=lambda: True,
             check_reach=lambda again: Future(),

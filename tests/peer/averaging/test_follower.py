@@ -18,8 +18,9 @@ from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.averager import AnchorLost, AnchorWrong, Applied
 from dilocox.peer.averaging.events import Committed, EventQueue, Resynced
 from dilocox.peer.averaging.follower import ChainFollower
-from dilocox.peer.chain.chain_client import ChainEnd, CountedRounds, NoState, Reached, TakenState
+from dilocox.peer.chain.chain_client import ChainEnd, NoState, Reached, TakenState, WantedState
 from dilocox.peer.chain.fork_choice import Trust
+from dilocox.peer.chain.header_client import CountedRounds
 from dilocox.peer.rounds.record import RecordRefused
 from tests.clocks import TestClock
 from tests.peer.kept_chains import ChainMaker, manifest_of
@@ -107,6 +108,7 @@ class Behind:
     unsettled: tuple[int, ...] = ()
     back_to: list[int | None] = field(default_factory=list["int | None"])
     witness: str = ""
+    wanted: WantedState = field(default_factory=WantedState)
     ends: list[ChainEnd | None] = field(default_factory=list["ChainEnd | None"])
     contributors: frozenset[str] = frozenset()  # to the record that the witness claims
 
@@ -132,13 +134,12 @@ class Behind:
         self.back_to.append(back_to)
         return self._ask("records", limit_bytes)
 
-    def _fetch_state(
-        self, peers: Sequence[str], *, after_round: int, hurry: bool, end: ChainEnd | None
-    ) -> Any:
-        self.ends.append(end)
-        self.hurried.append(hurry)
+    def _fetch_state(self, peers: Sequence[str], wanted: WantedState) -> Any:
+        self.wanted = wanted
+        self.ends.append(wanted.end)
+        self.hurried.append(wanted.hurry)
         self.donors.append(peers[0])
-        return self._ask("state", after_round)
+        return self._ask("state", wanted.after_round)
 
     def _ask(self, what: str, fact: int | None) -> Any:
         self.asked.append((what, fact))
@@ -273,6 +274,18 @@ def test_a_log_that_does_not_reach_back_makes_a_state_necessary(behind: Behind) 
     for _ in range(3):
         behind.look()
     assert [what for what, _ in behind.asked] == ["records", "state", "state"]
+
+
+@pytest.mark.parametrize("forked", [True, False])
+def test_who_lost_a_fork_begins_anew_where_nobody_has_a_state_yet(
+    behind: Behind, forked: bool
+) -> None:
+    """Who only lacks records waits for a state: the weights of the beginning are what it has."""
+    fork = nothing(fork_round=-1, fork_digest="d" * 64, chain_tokens=99)
+    behind.answers = [fork if forked else nothing(too_far=True), NoState("none")]
+    for _ in range(2):
+        behind.look()
+    assert behind.wanted.or_initial is forked
 
 
 @pytest.mark.parametrize("digest", ["9" * 64, "8" * 64], ids=["of the walk", "of another chain"])

@@ -16,14 +16,14 @@ from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.records import ClaimRecord
 from dilocox.peer.chain.archive import StageArchive
-from dilocox.peer.chain.chain_client import ChainClient, NoState
+from dilocox.peer.chain.chain_client import ChainClient, NoState, WantedState
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.snapshot_files import keep_right_chunks
 from dilocox.peer.chain.store import RoundLog
 from dilocox.peer.rounds.outer_step import OuterStep
 from dilocox.pipeline.stage import build_stage, flatten_parameters, stage_layout
 from tests.peer.kept_chains import MODEL, RUN, ChainMaker
-from tests.peer.memory_swarm import MemorySwarm, on_any_chain
+from tests.peer.memory_swarm import MemorySwarm
 
 MANIFEST = Manifest.from_dict(
     {
@@ -118,9 +118,7 @@ class Kept:
 
         async def take() -> tuple[int, ...]:
             with contextlib.suppress(NoState):
-                found = await chain.state(ME, folder, after_round=-1, on_chain=on_any_chain)
-                found.load(anchor, momentum)
-                log.start_from(found.offer.record_bytes, found.offer.certificate)
+                (await chain.state(ME, folder, log, WantedState())).load(anchor, momentum, log)
             before = log.head().round
             await chain.catch_up(log, claim.digest)
             return tuple(number for number in log.rounds() if number > before)

@@ -20,7 +20,9 @@ from dilocox.peer.chain.chain_client import (
     Limits,
     NoState,
     Reached,
+    StateFile,
     TakenState,
+    WantedState,
 )
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.snapshot_files import STATE_FACTS_FILE
@@ -28,7 +30,7 @@ from dilocox.peer.chain.store import RoundLog
 from dilocox.peer.chain.uploads import Source, find_in_log, open_state
 from dilocox.peer.rounds.record import RecordRefused, parse_header
 from tests.peer.kept_chains import RUN, ChainMaker
-from tests.peer.memory_swarm import MemorySwarm, on_any_chain
+from tests.peer.memory_swarm import MemorySwarm
 
 PEER = "QmPeer"
 
@@ -56,8 +58,8 @@ class Joiner:
 
     def taken(self, folder: Path) -> TakenState:
         anchor, momentum = (torch.zeros(self.maker.layout.numel) for _ in range(2))
-        found = asyncio.run(self.chain().state(PEER, folder, after_round=-1, on_chain=on_any_chain))
-        return found.load(anchor, momentum)
+        found = asyncio.run(self.chain().state(PEER, folder, self.log, WantedState()))
+        return found.load(anchor, momentum, self.log)
 
     @property
     def headers(self) -> list[int]:
@@ -361,14 +363,47 @@ def test_a_download_that_broke_off_goes_on_with_who_has_the_same_state(
         (tmp_path / "states" / f"{sha256}.state").write_bytes(b"")
         chain = joiner.chain()
         chain.holders = [PEER, "QmGone", "QmSame"]
-        taking = chain.state(
-            PEER, tmp_path / "states", after_round=after_round, on_chain=on_any_chain
-        )
+        wanted = WantedState(after_round=after_round)
+        taking = chain.state(PEER, tmp_path / "states", joiner.log, wanted)
         offer = asyncio.run(taking).offer
         return offer.peer, offer.round
 
     assert taken(-1) == ("QmSame", 1)
     assert taken(1) == (PEER, 2), "that one is too old by now"
+
+
+@pytest.mark.parametrize("young", [True, False])
+def test_who_must_leave_its_chain_begins_anew_where_the_other_one_is_too_young_for_a_state(
+    identities: list[Identity], maker: ChainMaker, tmp_path: Path, young: bool
+) -> None:
+    """It waited for ever, and the others for it: who vouches for that chain may be alone on it."""
+    lost = ChainMaker(identities[1], tmp_path / "lost", maker.manifest)
+    lost.train(0, 1)
+    maker.train(0, 1, 2)
+    if not young:  # what leads from the first round is gone by now
+        maker.log.prune(2)
+    joiner = Joiner(maker, tmp_path / "log")
+    joiner.log = lost.log
+    end = ChainEnd(digest=maker.digests[-1], round=2, teller=PEER)
+
+    def state(**facts: Any) -> StateFile:
+        wanted = WantedState(**{"end": end, "or_initial": True} | facts)
+        return asyncio.run(joiner.chain().state(PEER, tmp_path / "states", joiner.log, wanted))
+
+    for facts in ({"or_initial": False}, {"end": replace(end, teller="QmOther")}, {"end": None}):
+        with pytest.raises(NoState, match="has no state"):
+            state(**facts)
+    if not young:
+        with pytest.raises(NoState, match="is unknown"):
+            state()
+        return
+    found, anchor = state(), torch.zeros(maker.layout.numel)
+    momentum = torch.ones_like(anchor)
+    taken = found.load(anchor, momentum, joiner.log)
+    assert (taken.round, taken.digest, taken.chain_tokens) == (-1, maker.manifest.root, 0)
+    assert taken.anchor_sha256 == maker.anchors[0] and not momentum.any()
+    assert joiner.log.rounds() == [] and not list((tmp_path / "states").iterdir())
+    assert joiner.go().arrived and joiner.log.head().digest == end.digest
 
 
 # ---- serving -------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from dilocox.dht.rpc import PeerBusy
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.chain.chain_client import Reached
 from dilocox.peer.chain.fork_choice import (
+    AGAIN_LIFETIMES,
     BUSY_LIFETIMES,
     MAX_NOTED,
     STUCK_LIFETIMES,
@@ -435,6 +436,29 @@ def test_a_fork_is_the_witness_s_to_choose_and_not_further_back_than_three_of_it
     reach = Reached(fork_round=fork_round, fork_digest="b", chain_tokens=900, too_far=False)
     assert (trust.other_chain(log, HEAD) is not None) is bool(told), "whatever tokens it has"
     assert trust.wins("bb", reach, log, HEAD) is leaves
+
+
+def test_what_the_witness_claims_is_tried_again_where_it_was_out_of_reach(
+    clock: TestClock,
+) -> None:
+    """Else who is on another chain stays there for ever, and whoever waits for it waits as long."""
+    trust = trust_of(clock)
+    book = ClaimBook(trust)
+    told = {WITNESS: claim("bb"), "a": claim("cc"), "b": claim("cc")}
+    assert counting(trust, told) == "bb cc"
+    for digest in ("bb", "cc"):
+        assert not book.failed(digest, SILENT)
+    clock.now += LIFETIME_S + 1.0
+    for digest in ("bb", "cc"):
+        assert book.failed(digest, SILENT)
+
+    def believed() -> list[bool]:
+        return [book.believed(claim(digest)) for digest in ("bb", "cc")]
+
+    assert believed() == [False, False]
+    clock.now += AGAIN_LIFETIMES * LIFETIME_S
+    assert believed() == [True, False]
+    assert not book.failed("bb", SILENT), "and believed for another lifetime"
 
 
 def test_a_claim_of_our_own_record_with_too_many_tokens_takes_nothing_back(

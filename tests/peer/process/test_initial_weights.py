@@ -31,12 +31,14 @@ from dilocox.dht.manifest_revisions import changes
 from dilocox.dht.rpc import PeerBusy
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.chain.archive import StageArchive
+from dilocox.peer.chain.chain_client import ChainClient, ChainEnd, WantedState
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.replay import replay
 from dilocox.peer.chain.snapshot_files import STATE_FILE, write_state
 from dilocox.peer.chain.store import (
     INITIAL_NAME,
     KeptChain,
+    RoundLog,
     Store,
     archive_folder,
     kept_run,
@@ -259,6 +261,27 @@ def test_who_lacks_the_checkpoint_takes_the_same_bytes_from_the_bootstrap(
     assert anchor_sha256(joiner.anchor) == manifest.initial.anchors[0]
     assert not joiner.momentum.any()
     assert not list((tmp_path / "peer").glob("incoming/*"))
+
+
+def test_who_must_go_back_to_the_beginning_takes_them_again(
+    manifest: Manifest, tmp_path: Path, maker: ChainMaker
+) -> None:
+    """Where the archive's chain wins, and is too young for a state: they come from there, too."""
+    maker.train(0, 1)
+    kept = archive(tmp_path / "bootstrap", manifest)
+
+    def find(want: dict[str, Any]) -> Source | None:
+        return kept.find(want) if want["what"] == "state" else maker.find(want)
+
+    client, check = MemorySwarm(boot=find).client(), RecordCheck(RUN, 0, manifest, maker.layout)
+    end = ChainEnd(digest=maker.digests[-1], round=1, teller="boot")
+    log = RoundLog(tmp_path / "log", manifest_digest=manifest.root, codec=maker.codec)
+    wanted = WantedState(end=end, or_initial=True)
+    taking = ChainClient(client, check, ["boot"]).state("boot", tmp_path / "log", log, wanted)
+    anchor, momentum = (torch.ones(maker.layout.numel) for _ in range(2))
+    taken = asyncio.run(taking).load(anchor, momentum, log)
+    assert (taken.round, taken.anchor_sha256) == (-1, manifest.initial.anchors[0])
+    assert not momentum.any()
 
 
 def test_a_bootstrap_that_serves_others_first_is_waited_for(

@@ -15,7 +15,8 @@ import torch
 
 from dilocox.peer.averaging.events import Failed, Resynced, Voided
 from dilocox.peer.averaging.loop_status import LoopStatus
-from dilocox.peer.chain.chain_client import CountedRounds, TakenState
+from dilocox.peer.chain.chain_client import TakenState
+from dilocox.peer.chain.header_client import CountedRounds
 from dilocox.peer.training.snapshot_taking import Snapshots
 from dilocox.pipeline.messages import Stepped
 from dilocox.pipeline.stage_worker import StageWorker

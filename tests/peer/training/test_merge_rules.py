@@ -174,6 +174,17 @@ def test_send_counted_before_the_fork_is_not_lost_with_it(sent: Peer) -> None:
     assert sent.merge.lost_tokens == 0
 
 
+def test_send_is_counted_once_where_the_state_is_from_before_its_record(sent: Peer) -> None:
+    """Who goes back to the beginning takes records again that hold its own sends."""
+    sent.record(0, 4, mine=4)
+    sent.steps(1)
+    sent.merge.resync(-1, "root", one(100), one(0), since=0, named=(), records=1)
+    facts = RecordFacts(round=0, digest="w0", previous="root", contributor=True)
+    assert sent.merge.commit(facts, one(97), one(4)) is Outcome.FOLLOWED
+    assert (sent.merge.counted_tokens, sent.merge.tokens, sent.merge.lost_tokens) == (4, 1, 0)
+    assert sent.at == (97, 96.25, 97.25)  # u = 1
+
+
 def test_state_that_is_many_records_ahead_ages_what_is_unsent_by_as_many() -> None:
     peer = Peer()
     peer.steps(1)

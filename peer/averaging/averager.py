@@ -626,7 +626,8 @@ class StageAverager(PeerService, DecentralizedAverager):
         whole, self._found_state = self._found_state, None
         if whole is None or whole.file != found.file:
             raise CallRefused(f"{found.file} is not the state that was downloaded last")
-        return whole.load(self._buffers.anchor, self._buffers.momentum, self.log)
+        buffers = self._buffers
+        return whole.load(buffers.anchor, buffers.momentum, self.log, self._check)
 
     def current_order(self) -> ExchangeOrder:
         """What the exchange under way was prepared with; GroupRefused if none was."""

@@ -290,11 +290,22 @@ class ChainFollower:
         logger.info("catching up: taking the newest weights from %s", view.shown(peer))
         others = [each for each in view.within_reach(honest) if each != peer]
         asked = [peer, *random.sample(others, min(len(others), STATES_ASKED - 1))]
+        known = end is not None and end.teller in {self._local.witness, *self._local.dht.bootstraps}
         wanted = WantedState(
-            after_round=needed.after_round, end=end, or_initial=needed.or_initial, hurry=hurry
+            after_round=needed.after_round,
+            end=end,
+            or_initial=needed.or_initial and known and self._book.all_in_vain(others),
+            hurry=hurry,
         )
         future = self._averager.fetch_state(asked, wanted)
         self._begin(future, lambda found: self._got_state(found, needed))
+
+    @property
+    def _at_first_record(self) -> bool:
+        """Whether the record to be applied is the chain's first one: then its anchor must be that
+        of the initial weights, and those that this machine made are not."""
+        first = self._log.header(min(self._log.rounds(), default=-1))
+        return self.applied < 0 and first is not None and self._log.find(first.previous) == -1
 
     def _chosen(self, view: SwarmView, peers: Sequence[str]) -> str:
         self._asked = self._book.chosen(view.within_reach(peers))
@@ -350,7 +361,7 @@ class ChainFollower:
             result = work.result(timeout=1.0)
         except AnchorDiffers as error:
             logger.error("alarm: %s; taking a state from another peer", error)
-            self._state_needed = _StateNeeded()
+            self._state_needed = _StateNeeded(or_initial=not self._at_first_record)
             unproven = isinstance(error, AnchorWrong) and self.since_state < PROVING_RECORDS
             if unproven and self._donor:
                 self._not_before = self._clock.monotonic() + self._book.lied(self._donor)
@@ -442,7 +453,8 @@ class ChainFollower:
     def _took_state(self, state: TakenState, needed: _StateNeeded) -> None:
         told = None if self._told is None else self._told.up_to(state.digest)
         event = Resynced(state=state, fork_round=needed.fork_round, told=told)
-        self._state_needed, self._donor, self.since_state = None, self._asked, 0
+        self._state_needed, self.since_state = None, 0
+        self._donor = self._asked if state.round >= 0 else ""
         self.states_taken += 1
         self._slow.clear()
         self._hand_over(event, lambda: self._switched(state.round, state.anchor_sha256))

@@ -22,6 +22,7 @@ import asyncio
 import hashlib
 import logging
 import math
+import shutil
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -37,7 +38,7 @@ from dilocox.dht.files import make_folder
 from dilocox.dht.rpc import REFUSED, STALL_S, Blob, CallRefused, Client
 from dilocox.peer.chain.header_client import CountedRounds, HeaderClient, OtherRecord
 from dilocox.peer.chain.record_check import RecordCheck
-from dilocox.peer.chain.replay import start_file
+from dilocox.peer.chain.replay import fill_initial
 from dilocox.peer.chain.snapshot_files import (
     STATE_CHUNK_BYTES,
     check_values,
@@ -46,7 +47,7 @@ from dilocox.peer.chain.snapshot_files import (
     load_state,
     on_disk,
 )
-from dilocox.peer.chain.store import KeptState, RoundLog
+from dilocox.peer.chain.store import KeptState, RoundLog, Store
 from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.rounds.ballots import MAX_CERTIFICATE_BYTES
 from dilocox.peer.rounds.outer_step import anchor_sha256
@@ -57,6 +58,7 @@ logger = logging.getLogger(__name__)
 HURRY_S = 3600.0  # a state that would take longer is looked for elsewhere
 RECORD_BYTES_PER_S = 250e3
 HEADERS_LIMIT_S = RECORDS_LIMIT_S = 600.0  # of all that are taken at once
+FROM_START = "from-start"  # folder of a chain's records, until all are here
 STATES_ASKED = 8  # peers that are asked which state they have
 STATE_LIMIT_S = 6 * 3600.0  # of a whole model; a transfer that stalls fails much sooner
 
@@ -167,22 +169,36 @@ class WantedState:
 
 @dataclass(frozen=True)
 class StateFile:
-    """A state that was downloaded, and checked; or one of the initial weights."""
+    """A state that was downloaded, and checked.
+
+    file: None for the weights of the manifest's seed. after: of the initial weights, the folder
+    with all records of their chain.
+    """
 
     offer: StateOffer
-    file: Path
+    file: Path | None
+    after: Path | None = None
 
-    def load(self, anchor: Tensor, momentum: Tensor, log: RoundLog) -> TakenState:
-        """Put it into these vectors, [numel] fp32 each, and its record into the log, which goes on
-        from it; the file goes.
+    def load(
+        self, anchor: Tensor, momentum: Tensor, log: RoundLog, check: RecordCheck
+    ) -> TakenState:
+        """Put it into these vectors, [numel] fp32 each, and its record or those after it into the
+        log, in place of all others; the files go.
         """
         offer = self.offer
-        load_state(self.file, anchor, momentum)
-        self.file.unlink()
-        if offer.record is None:
-            log.drop_from(0)
+        if self.file is None:
+            fill_initial(check, anchor)
+            momentum.zero_()
         else:
+            load_state(self.file, anchor, momentum)
+            self.file.unlink()
+        if self.after is None:
             log.start_from(offer.record_bytes, offer.certificate)
+        else:
+            log.drop_from(0)
+            following = Store(self.after)
+            log.share(following, following.rounds())
+            shutil.rmtree(self.after)
         return TakenState(
             round=offer.round,
             digest=offer.digest,
@@ -534,7 +550,9 @@ class ChainClient(HeaderClient):
                 raise NoState(f"{donor} has a state of round {number}, not after {least}")
             if end is not None and log.find(offer.digest) is None:
                 await self.check_leads_to(end, offer)
-            return StateFile(offer, (await self.download(offer, folder, hurry=hurry)).file)
+            kept = await self.download(offer, folder, hurry=hurry)
+            shutil.rmtree(folder / FROM_START, ignore_errors=True)
+            return StateFile(offer, kept.file)
 
         rest = await self._with_the_rest(folder)
         if rest:
@@ -548,19 +566,19 @@ class ChainClient(HeaderClient):
             return await self._first_state(end, folder)
 
     async def _first_state(self, end: ChainEnd, folder: Path) -> StateFile:
-        """The initial weights, where the teller's records lead from there to the end."""
+        """The initial weights, with all records from there to the end: of a chain that cannot be
+        followed nothing of one's own is to be given up.
+        """
+        after = folder / FROM_START
+        log = RoundLog(after, manifest_digest=self.check.root, codec=self.check.codec)
+        reached = await self._caught_up(log, end.digest, None, "", None)
+        if not reached.arrived:
+            shutil.rmtree(after)
+            raise NoState(f"the records of {end.teller} do not lead from the initial weights on")
         first = StateOffer(peer=end.teller, sha256="", size=0, digest=self.check.root)
-        await self.check_leads_to(end, first)
-        if self.check.manifest.initial.anchors:
-            return StateFile(first, (await self.initial(end.teller, folder)).file)
-        make_folder(folder)
-        file = folder / "initial.state"
-        try:
-            await self._compute(start_file, self.check, None, file)
-        except EnvironmentFault:
-            file.unlink(missing_ok=True)
-            raise
-        return StateFile(first, file)
+        pinned = self.check.manifest.initial.anchors
+        file = (await self.initial(end.teller, folder)).file if pinned else None
+        return StateFile(first, file, after)
 
     async def _with_the_rest(self, folder: Path) -> str:
         """A holder whose state is the one of which the folder has a part, empty if there is none:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from dilocox.peer.chain.store import RoundLog, Store, Tip
 
 BUSY_LIFETIMES = 10  # of a record: no peer that has what it claims is busy for so long
-AGAIN_LIFETIMES = 10  # after which a claim of the witness is tried again
+AGAIN_LIFETIMES = 10  # after which a claim of the witness is tried again, then after 20, 40 ...
 SLOW_TIMES = 3  # that a record of many bytes did not come in the time for it
 MAX_NOTED = 1000  # digests or peers
 CREDIT_ROUNDS = 10  # whose contributors stand behind what comes next
@@ -340,7 +340,8 @@ class ClaimBook:
         # since when, and how often
         self._failing: dict[tuple[str, bool], tuple[float, int]] = {}
         self._ignored: set[str] = set()
-        self._out_of_reach: dict[str, float] = {}  # of the witness, and until when
+        # what the witness claims, for how long it is passed over, in seconds, and until when
+        self._out_of_reach = "", 0.0, 0.0
         self._liars: set[str] = set()
         self._in_vain: set[str] = set()  # peers that were asked, and gave nothing
         self._busy = 0  # answers in a row
@@ -352,7 +353,7 @@ class ClaimBook:
         """What others claim beyond our chain or against it, each digest once, the most tokens
         first; other_chain: as of `best`.
         """
-        found, passed = list[ClaimRecord](), self._passed()
+        found, passed = list[ClaimRecord](), set(self._passed())
         while best := view.best_claim(head.chain_tokens, head.digest, passed):
             found.append(best)
             passed.add(best.digest)
@@ -395,8 +396,10 @@ class ClaimBook:
         if isinstance(error, asyncio.TimeoutError) and times + 1 < SLOW_TIMES:
             return False  # one try may take longer than a lifetime
         if self._trust.witnessed(digest):  # who is on another chain would stay there for ever
-            again = now + AGAIN_LIFETIMES * self._trust.record_lifetime_s
-            self._out_of_reach = {digest: again}
+            last, pause_s, _ = self._out_of_reach
+            first_s = AGAIN_LIFETIMES * self._trust.record_lifetime_s
+            pause_s = 2 * pause_s if last == digest else first_s
+            self._out_of_reach = digest, pause_s, now + pause_s
             self.came(digest)
         else:
             self.ignore(digest)
@@ -412,8 +415,8 @@ class ClaimBook:
         self.came(digest)
 
     def _passed(self) -> set[str]:
-        now = self._trust.now()
-        return self._ignored | {each for each, until in self._out_of_reach.items() if now < until}
+        digest, _, until = self._out_of_reach
+        return self._ignored | {digest} if self._trust.now() < until else self._ignored
 
     # ---- the holders of records and states ------------------------------------------------------
     def asked_in_vain(self, peer: str, error: Exception) -> None:
@@ -424,6 +427,10 @@ class ClaimBook:
         self._busy += busy
         if not busy or self._trust.knows(peer) or self._busy >= BUSY_IN_A_ROW:
             _note(self._in_vain, peer)
+
+    def all_in_vain(self, peers: Collection[str]) -> bool:
+        """Whether each of them was asked, and gave nothing."""
+        return self._in_vain.issuperset(peers)
 
     def gave(self, peer: str) -> None:
         self._in_vain.discard(peer)

@@ -232,8 +232,10 @@ class Store:
         check_certificate(parse_header(data), digest_of(data), certificate)
 
     def drop_from(self, first: int) -> None:
-        """Remove the records of this round and all after it, with their certificates."""
-        for number, path in self._records().items():
+        """Remove the records of this round and all after it, with their certificates; the newest
+        first, so that what a kill leaves is a chain.
+        """
+        for number, path in sorted(self._records().items(), reverse=True):
             if number >= first:
                 path.unlink(missing_ok=True)
                 self._certificate_path(number).unlink(missing_ok=True)

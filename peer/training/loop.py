@@ -110,7 +110,8 @@ class Learner:
         self._started_over = False  # and took no inner step since
         self._caught_up_s = 0.0
         self._codec = stage_codec(manifest, model.layout)
-        self._takes_at_once = manifest.outer.apply == "arrival" or manifest.outer.merge == "none"
+        self._at_arrival = manifest.outer.apply == "arrival" or manifest.outer.merge == "none"
+        self._was_at = -1  # the round of the anchor before this peer went back to an older one
         self.data_state: Callable[[], dict[str, Any]] = lambda: snapshots.data
         self.status = LoopStatus()
         self.newest: RoundRecord | None = None
@@ -357,6 +358,12 @@ class Learner:
             event.taken.set()
             wait_s = 0.0
 
+    @property
+    def _takes_at_once(self) -> bool:
+        """Whether records are taken as they come: where they wait for a round's end, those that
+        this peer had, or whose like it had, do not."""
+        return self._at_arrival or self._merge.round < self._was_at
+
     def _offer(self) -> None:
         """For the time of an inner step; but where records wait for a round's end, and would keep
         them until then, only there (`take_events`), or where the last round may have ended."""
@@ -466,6 +473,7 @@ class Learner:
         state, merge = event.state, self._merge
         self._states_taken += 1
         self._lease.give_back()
+        self._was_at = merge.round
         since = merge.round if event.fork_round is None else event.fork_round
         # What the headers do not tell may have been counted, and is not sent again.
         passed = {number for number in merge.unsettled if since < number <= state.round}

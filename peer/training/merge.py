@@ -442,8 +442,10 @@ class Merge:
         for number in [number for number in self.fly if number < record.round]:
             self.void(number)
         outcome = Outcome.FOLLOWED
-        if record.contributor and record.round not in self._counted:
-            outcome = self._count(record.round, own)
+        number = record.round
+        newer = number in self.fly or number in self._given_up
+        if record.contributor and (newer or number not in self._counted):
+            outcome = self._count(number, own)
         elif record.round in self.fly:
             self.void(record.round)
             outcome = Outcome.UNDONE

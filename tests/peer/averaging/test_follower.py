@@ -114,6 +114,7 @@ class Behind:
 
     def __post_init__(self) -> None:
         averager = SimpleNamespace(
+            apply=lambda number, *, with_own: self._ask("apply", number),
             catch_up=self._catch_up,
             fetch_state=self._fetch_state,
             contributors=lambda end: answered(self.contributors),
@@ -278,14 +279,42 @@ def test_a_log_that_does_not_reach_back_makes_a_state_necessary(behind: Behind) 
 
 @pytest.mark.parametrize("forked", [True, False])
 def test_who_lost_a_fork_begins_anew_where_nobody_has_a_state_yet(
-    behind: Behind, forked: bool
+    identities: list[Identity], tmp_path: Path, forked: bool
 ) -> None:
-    """Who only lacks records waits for a state: the weights of the beginning are what it has."""
+    """All others are asked before. Who only lacks records waits for a state: the weights of the
+    beginning are what it has."""
+    behind = Behind(ChainMaker(identities[0], tmp_path, manifest_of()), [], witness="QmBoot")
+    behind.contributors = frozenset({"QmTwo"})
     fork = nothing(fork_round=-1, fork_digest="d" * 64, chain_tokens=99)
-    behind.answers = [fork if forked else nothing(too_far=True), NoState("none")]
-    for _ in range(2):
-        behind.look()
-    assert behind.wanted.or_initial is forked
+    behind.answers = [fork if forked else nothing(too_far=True)] + [NoState("none")] * 40
+    asked = list[tuple[str, bool]]()
+    for _ in range(40):
+        behind.look(holders=("QmBoot", "QmTwo"))
+        if behind.donors:
+            asked.append((behind.donors[-1], behind.wanted.or_initial))
+    wanting = [number for number, (_, or_initial) in enumerate(asked) if or_initial]
+    assert bool(wanting) is forked
+    if forked:
+        assert {donor for donor, _ in asked[: wanting[0] + 1]} == {"QmBoot", "QmTwo"}
+        assert ("QmBoot", True) in asked
+
+
+@pytest.mark.parametrize("kept", [3, 2], ids=["from the first record on", "with a gap"])
+def test_who_was_killed_while_it_took_records_again_begins_once_more(
+    behind: Behind, kept: int
+) -> None:
+    """Its log was pruned and its snapshot is of the beginning. But who fails at the first record
+    makes other initial weights than the run has: they would fail again."""
+    behind.donor.train(0, 1, 2)
+    behind.donor.log.prune(kept)
+    behind.witness = "QmBoot"
+    behind.__post_init__()
+    behind.answers = [AnchorWrong("another anchor")] + [NoState("none")] * 9
+    behind.events.lease.offer()
+    for _ in range(4):
+        behind.look(holders=("QmBoot",))
+    assert {what for what, _ in behind.asked[1:]} == {"state"}
+    assert behind.wanted.or_initial is (kept == 2)
 
 
 @pytest.mark.parametrize("digest", ["9" * 64, "8" * 64], ids=["of the walk", "of another chain"])

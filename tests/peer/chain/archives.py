@@ -118,7 +118,8 @@ class Kept:
 
         async def take() -> tuple[int, ...]:
             with contextlib.suppress(NoState):
-                (await chain.state(ME, folder, log, WantedState())).load(anchor, momentum, log)
+                found = await chain.state(ME, folder, log, WantedState())
+                found.load(anchor, momentum, log, CHECK)
             before = log.head().round
             await chain.catch_up(log, claim.digest)
             return tuple(number for number in log.rounds() if number > before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,7 +59,7 @@ class Joiner:
     def taken(self, folder: Path) -> TakenState:
         anchor, momentum = (torch.zeros(self.maker.layout.numel) for _ in range(2))
         found = asyncio.run(self.chain().state(PEER, folder, self.log, WantedState()))
-        return found.load(anchor, momentum, self.log)
+        return found.load(anchor, momentum, self.log, self.check)
 
     @property
     def headers(self) -> list[int]:
@@ -393,17 +393,36 @@ def test_who_must_leave_its_chain_begins_anew_where_the_other_one_is_too_young_f
     for facts in ({"or_initial": False}, {"end": replace(end, teller="QmOther")}, {"end": None}):
         with pytest.raises(NoState, match="has no state"):
             state(**facts)
+    before = joiner.log.rounds()
     if not young:
-        with pytest.raises(NoState, match="is unknown"):
+        with pytest.raises(NoState, match="do not lead from the initial weights on"):
             state()
+        assert joiner.log.rounds() == before and not list((tmp_path / "states").iterdir())
         return
-    found, anchor = state(), torch.zeros(maker.layout.numel)
+    joiner.swarm.before = breaking_off = Breaking(after=5)
+    with pytest.raises(ConnectionError, match="broke off"):
+        state()
+    assert joiner.log.rounds() == before, "it has its own chain until all of the other one is here"
+    breaking_off.after = 100
+    found, anchor = state(), torch.ones(maker.layout.numel)
     momentum = torch.ones_like(anchor)
-    taken = found.load(anchor, momentum, joiner.log)
+    taken = found.load(anchor, momentum, joiner.log, joiner.check)
     assert (taken.round, taken.digest, taken.chain_tokens) == (-1, maker.manifest.root, 0)
     assert taken.anchor_sha256 == maker.anchors[0] and not momentum.any()
-    assert joiner.log.rounds() == [] and not list((tmp_path / "states").iterdir())
-    assert joiner.go().arrived and joiner.log.head().digest == end.digest
+    assert joiner.log.rounds() == [0, 1, 2] and joiner.log.head().digest == end.digest
+    assert not list((tmp_path / "states").iterdir())
+
+
+@dataclass
+class Breaking:
+    """Lines that break off after so many calls."""
+
+    after: int
+
+    async def __call__(self, _peer: str, _want: dict[str, Any]) -> None:
+        self.after -= 1
+        if self.after < 0:
+            raise ConnectionError("it broke off")
 
 
 # ---- serving -------------------------------------------------------------------------------------

@@ -459,6 +459,12 @@ def test_what_the_witness_claims_is_tried_again_where_it_was_out_of_reach(
     clock.now += AGAIN_LIFETIMES * LIFETIME_S
     assert believed() == [True, False]
     assert not book.failed("bb", SILENT), "and believed for another lifetime"
+    clock.now += LIFETIME_S + 1.0
+    assert book.failed("bb", SILENT)
+    clock.now += AGAIN_LIFETIMES * LIFETIME_S
+    assert believed() == [False, False], "then ever more rarely"
+    clock.now += AGAIN_LIFETIMES * LIFETIME_S
+    assert believed() == [True, False]
 
 
 def test_a_claim_of_our_own_record_with_too_many_tokens_takes_nothing_back(

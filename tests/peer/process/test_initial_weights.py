@@ -279,9 +279,9 @@ def test_who_must_go_back_to_the_beginning_takes_them_again(
     wanted = WantedState(end=end, or_initial=True)
     taking = ChainClient(client, check, ["boot"]).state("boot", tmp_path / "log", log, wanted)
     anchor, momentum = (torch.ones(maker.layout.numel) for _ in range(2))
-    taken = asyncio.run(taking).load(anchor, momentum, log)
+    taken = asyncio.run(taking).load(anchor, momentum, log, check)
     assert (taken.round, taken.anchor_sha256) == (-1, manifest.initial.anchors[0])
-    assert not momentum.any()
+    assert not momentum.any() and log.rounds() == [0, 1]
 
 
 def test_a_bootstrap_that_serves_others_first_is_waited_for(

@@ -293,6 +293,11 @@ def test_under_round_end_a_record_waits_for_the_send(tmp_path: Path) -> None:
     loop.learner.between_steps()
     assert event.taken.is_set()
     assert loop.fake.of_kind("submit") == [("submit", 1, 50.0, STEP_TOKENS, 0)]
+    loop.fake.events.put(resynced(loop, -1, fork_round=-1))  # hours, if each waited for a round
+    loop.learner.take_events()
+    loop.fake.events.put(event := loop.committed(0, 0.1))
+    loop.learner.between_steps()
+    assert event.taken.is_set() and loop.learner.round == 0
 
 
 def test_under_round_end_the_send_waits_for_records_that_are_being_applied(tmp_path: Path) -> None:

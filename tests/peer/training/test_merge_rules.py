@@ -185,6 +185,16 @@ def test_send_is_counted_once_where_the_state_is_from_before_its_record(sent: Pe
     assert sent.at == (97, 96.25, 97.25)  # u = 1
 
 
+def test_newer_send_counts_whose_round_another_chain_had_counted(sent: Peer) -> None:
+    """Who was killed as it went back does not know any more since when its chain is lost."""
+    sent.record(0, 4, mine=4)
+    sent.merge.resync(-1, "root", one(100), one(0), since=0, named=(), records=1)
+    sent.steps(1)
+    sent.send(0)
+    assert sent.record(0, 4, mine=1) is Outcome.COUNTED
+    assert not sent.merge.tokens and not sent.merge.fly
+
+
 def test_state_that_is_many_records_ahead_ages_what_is_unsent_by_as_many() -> None:
     peer = Peer()
     peer.steps(1)

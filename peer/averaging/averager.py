@@ -89,7 +89,7 @@ from dilocox.peer.chain.chain_client import (
     WantedState,
 )
 from dilocox.peer.chain.record_check import RecordCheck
-from dilocox.peer.chain.store import RECORDS_NEEDED
+from dilocox.peer.chain.store import RECORDS_NEEDED, forget_records
 from dilocox.peer.memory_and_disk import return_free_memory
 from dilocox.peer.rounds.ballots import Ballot, Ballots
 from dilocox.peer.rounds.exchange import Attempt
@@ -576,6 +576,7 @@ class StageAverager(PeerService, DecentralizedAverager):
         rounds = self.local.manifest.rounds
         kept = max(rounds.records_kept, RECORDS_NEEDED)
         self.log.prune(kept, rounds.log_bytes, applied=round_number)
+        forget_records(self.local.folder / "log")
         return_free_memory()
         return Applied(
             digest=digest_of(data),
@@ -627,7 +628,9 @@ class StageAverager(PeerService, DecentralizedAverager):
         if whole is None or whole.file != found.file:
             raise CallRefused(f"{found.file} is not the state that was downloaded last")
         buffers = self._buffers
-        return whole.load(buffers.anchor, buffers.momentum, self.log, self._check)
+        state = whole.load(buffers.anchor, buffers.momentum, self.log, self._check)
+        return_free_memory()
+        return state
 
     def current_order(self) -> ExchangeOrder:
         """What the exchange under way was prepared with; GroupRefused if none was."""

@@ -117,10 +117,12 @@ class ChainFollower:
         self._no_state_before = 0.0  # monotonic: until then no state would save bytes
         self._record_lifetime_s = local.manifest.deadlines.record_lifetime_s
         self._wanted: ClaimRecord | None = None  # what was looked for last
+        bootstraps = frozenset(local.dht.bootstraps)
+        self._bootstraps = bootstraps | {local.witness}
         self._trust = Trust(
             me=local.me,
             witness=local.witness,
-            stand_ins=frozenset(local.dht.bootstraps),
+            stand_ins=bootstraps,
             record_lifetime_s=self._record_lifetime_s,
             now=local.clock.monotonic,
         )
@@ -283,18 +285,20 @@ class ChainFollower:
                 return
             known = [peer for peer in donors if peer in contributors or self._trust.knows(peer)]
             donors = known or donors
+        first = needed.or_initial and end is not None and end.teller in self._bootstraps
         honest = self._book.donors(donors)
+        if first and end is not None and end.teller in donors and end.teller not in honest:
+            honest.append(end.teller)  # nobody else gives the beginning
         untried = [donor for donor in honest if donor not in self._slow]
         hurry = bool(untried) and len(honest) > 1 and len(self._slow) < MAX_SLOW
         peer = self._chosen(view, untried if hurry else honest)
         logger.info("catching up: taking the newest weights from %s", view.shown(peer))
         others = [each for each in view.within_reach(honest) if each != peer]
         asked = [peer, *random.sample(others, min(len(others), STATES_ASKED - 1))]
-        known = end is not None and end.teller in {self._local.witness, *self._local.dht.bootstraps}
         wanted = WantedState(
             after_round=needed.after_round,
             end=end,
-            or_initial=needed.or_initial and known and self._book.all_in_vain(others),
+            or_initial=first and self._book.all_in_vain(others),
             hurry=hurry,
         )
         future = self._averager.fetch_state(asked, wanted)
@@ -304,8 +308,10 @@ class ChainFollower:
     def _at_first_record(self) -> bool:
         """Whether the record to be applied is the chain's first one: then its anchor must be that
         of the initial weights, and those that this machine made are not."""
+        if self.applied >= 0:
+            return False
         first = self._log.header(min(self._log.rounds(), default=-1))
-        return self.applied < 0 and first is not None and self._log.find(first.previous) == -1
+        return first is not None and self._log.find(first.previous) == -1
 
     def _chosen(self, view: SwarmView, peers: Sequence[str]) -> str:
         self._asked = self._book.chosen(view.within_reach(peers))
@@ -361,7 +367,8 @@ class ChainFollower:
             result = work.result(timeout=1.0)
         except AnchorDiffers as error:
             logger.error("alarm: %s; taking a state from another peer", error)
-            self._state_needed = _StateNeeded(or_initial=not self._at_first_record)
+            other_weights = isinstance(error, AnchorWrong) and self._at_first_record
+            self._state_needed = _StateNeeded(or_initial=not other_weights)
             unproven = isinstance(error, AnchorWrong) and self.since_state < PROVING_RECORDS
             if unproven and self._donor:
                 self._not_before = self._clock.monotonic() + self._book.lied(self._donor)

@@ -22,7 +22,6 @@ import asyncio
 import hashlib
 import logging
 import math
-import shutil
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -47,7 +46,7 @@ from dilocox.peer.chain.snapshot_files import (
     load_state,
     on_disk,
 )
-from dilocox.peer.chain.store import KeptState, RoundLog, Store
+from dilocox.peer.chain.store import FROM_START, KeptState, RoundLog, Store, forget_records
 from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.rounds.ballots import MAX_CERTIFICATE_BYTES
 from dilocox.peer.rounds.outer_step import anchor_sha256
@@ -58,7 +57,6 @@ logger = logging.getLogger(__name__)
 HURRY_S = 3600.0  # a state that would take longer is looked for elsewhere
 RECORD_BYTES_PER_S = 250e3
 HEADERS_LIMIT_S = RECORDS_LIMIT_S = 600.0  # of all that are taken at once
-FROM_START = "from-start"  # folder of a chain's records, until all are here
 STATES_ASKED = 8  # peers that are asked which state they have
 STATE_LIMIT_S = 6 * 3600.0  # of a whole model; a transfer that stalls fails much sooner
 
@@ -198,7 +196,7 @@ class StateFile:
             log.drop_from(0)
             following = Store(self.after)
             log.share(following, following.rounds())
-            shutil.rmtree(self.after)
+            forget_records(self.after.parent)
         return TakenState(
             round=offer.round,
             digest=offer.digest,
@@ -551,7 +549,7 @@ class ChainClient(HeaderClient):
             if end is not None and log.find(offer.digest) is None:
                 await self.check_leads_to(end, offer)
             kept = await self.download(offer, folder, hurry=hurry)
-            shutil.rmtree(folder / FROM_START, ignore_errors=True)
+            forget_records(folder)
             return StateFile(offer, kept.file)
 
         rest = await self._with_the_rest(folder)
@@ -571,13 +569,19 @@ class ChainClient(HeaderClient):
         """
         after = folder / FROM_START
         log = RoundLog(after, manifest_digest=self.check.root, codec=self.check.codec)
-        reached = await self._caught_up(log, end.digest, None, "", None)
+        asking = copy(self)
+        asking.holders, asking._older = [end.teller], True
+        try:
+            reached = await asking._caught_up(log, end.digest, None, "", None)
+        except EnvironmentFault:
+            forget_records(folder)
+            raise
         if not reached.arrived:
-            shutil.rmtree(after)
+            forget_records(folder)
             raise NoState(f"the records of {end.teller} do not lead from the initial weights on")
         first = StateOffer(peer=end.teller, sha256="", size=0, digest=self.check.root)
         pinned = self.check.manifest.initial.anchors
-        file = (await self.initial(end.teller, folder)).file if pinned else None
+        file = (await asking.initial(end.teller, folder)).file if pinned else None
         return StateFile(first, file, after)
 
     async def _with_the_rest(self, folder: Path) -> str:

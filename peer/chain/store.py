@@ -24,6 +24,7 @@ import json
 import logging
 import os
 import re
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -254,6 +255,13 @@ class Store:
         return self._folder / f"{round_number:08d}.certificate"
 
 
+def forget_records(log: Path) -> None:
+    """Remove what came of another chain beside this log; the newest first, so that what a kill
+    leaves is no whole chain."""
+    Store(log / FROM_START).drop_from(0)
+    shutil.rmtree(log / FROM_START, ignore_errors=True)
+
+
 def still_counting(entries: Iterable[LogEntry], manifest: Manifest) -> list[LogEntry]:
     """Those records that no rollback has taken back."""
     found: list[LogEntry] = []
@@ -373,6 +381,7 @@ class RoundLog(Store):
         return self._folder / f"{round_number:08d}-{attempt}.vote"
 
 
+FROM_START = "from-start"  # in a peer's log: the records of another chain, until all are here
 OLDER_NAME = "older"
 PREVIOUS_NAME = "previous"  # the generation before the current one, for a rollback alone
 INITIAL_NAME = "initial"  # of a run that starts from a checkpoint: its state of round -1, for ever

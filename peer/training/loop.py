@@ -456,6 +456,7 @@ class Learner:
         self._unsaved[record.round] = event.payload_bytes
         if record.round < self._coordinator.newest_round:
             return  # it catches up: one snapshot after the last of them, not after every third
+        self._was_at = -1
         rounds = self._manifest.rounds
         # a peer that only follows has a log that is pruned all the same
         unsaved = [size for number, size in self._unsaved.items() if number > self._snapshots.round]

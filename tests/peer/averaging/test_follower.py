@@ -281,14 +281,18 @@ def test_a_log_that_does_not_reach_back_makes_a_state_necessary(behind: Behind) 
 def test_who_lost_a_fork_begins_anew_where_nobody_has_a_state_yet(
     identities: list[Identity], tmp_path: Path, forked: bool
 ) -> None:
-    """All others are asked before. Who only lacks records waits for a state: the weights of the
-    beginning are what it has."""
+    """All others are asked before; the bootstrap, even if something of it was refused. Who only
+    lacks records waits for a state: the weights of the beginning are what it has."""
     behind = Behind(ChainMaker(identities[0], tmp_path, manifest_of()), [], witness="QmBoot")
     behind.contributors = frozenset({"QmTwo"})
     fork = nothing(fork_round=-1, fork_digest="d" * 64, chain_tokens=99)
-    behind.answers = [fork if forked else nothing(too_far=True)] + [NoState("none")] * 40
+
+    def nothing_sound() -> Exception:
+        return RecordRefused("cut off") if behind.donors[-1] == "QmBoot" else NoState("none")
+
+    behind.answers = [fork if forked else nothing(too_far=True), *[nothing_sound] * 80]
     asked = list[tuple[str, bool]]()
-    for _ in range(40):
+    for _ in range(80):
         behind.look(holders=("QmBoot", "QmTwo"))
         if behind.donors:
             asked.append((behind.donors[-1], behind.wanted.or_initial))

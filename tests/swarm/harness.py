@@ -560,7 +560,7 @@ class ProcessSwarm:
         return processes + files + shared_memory(self._pids, self._before)
 
     def _logs_with_keys(self) -> list[str]:
-        keys = [path.read_bytes() for path in self.folder.glob("*/identity.key")]
+        keys = [path.read_bytes() for path in self.folder.glob("*/*.key")]
         seeds = [key[-SEED_BYTES - PUBLIC_KEY_BYTES : -PUBLIC_KEY_BYTES] for key in keys]
         forms = [form for seed in seeds for form in (seed.hex(), repr(seed)[2:-1])]
         logs = {log: log.read_text(errors="replace") for log in self.folder.glob("*.log")}

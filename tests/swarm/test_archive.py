@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import pytest
 
 from tests.swarm.conftest import StartSwarm
 from tests.swarm.harness import Peer, ProcessSwarm
-from tests.swarm.processes import family
+from tests.swarm.processes import family, send_signal
 
+SHARED_MEMORY = Path("/dev/shm")
 STEP_S = 0.05
 TRAIN_LIMIT_S = 300.0
 JOIN_LIMIT_S = 180.0
@@ -75,11 +77,12 @@ def test_a_stage_that_loses_all_its_peers_goes_on_from_what_the_bootstrap_keeps(
 def test_after_a_power_cut_all_go_on_from_the_newest_records_and_from_the_bootstraps_disk_alone(
     start_swarm: StartSwarm,
 ) -> None:
+    memory = set(SHARED_MEMORY.iterdir())
     swarm = start_swarm(stages=2, rounds={"inner_steps": 20})
     first = [swarm.add_peer(stage=stage, step_s=STEP_S) for stage in (0, 0, 1, 1)]
     swarm.wait_for_rounds(3, TRAIN_LIMIT_S)
 
-    kill_all(swarm, first)
+    kill_all(swarm, first, memory)
     newest = {stage: newest_round(swarm, stage) for stage in range(2)}
     began = time.time()
     swarm.restart_bootstrap()
@@ -88,7 +91,7 @@ def test_after_a_power_cut_all_go_on_from_the_newest_records_and_from_the_bootst
     tell_going_on(swarm, first, newest, began)
     swarm.wait_for_rounds(2, TRAIN_LIMIT_S, of=first)
 
-    kill_all(swarm, first)
+    kill_all(swarm, first, memory)
     kept = {stage: max(swarm.archived(stage)) for stage in range(2)}
     lost = {stage: newest_round(swarm, stage)[0] - kept[stage] for stage in range(2)}
     print(f"rounds by stage that only the peers' disks had: {lost}")
@@ -102,14 +105,24 @@ def test_after_a_power_cut_all_go_on_from_the_newest_records_and_from_the_bootst
     tell_going_on(swarm, others, held, began)
 
 
-def kill_all(swarm: ProcessSwarm, peers: list[Peer]) -> None:
-    """All processes of the run at once, as a power cut does."""
+def kill_all(swarm: ProcessSwarm, peers: list[Peer], memory: set[Path]) -> None:
+    """SIGKILL all processes of the run at once, as a power cut ends them. Nobody is left to tidy
+    up: nothing may stay in shared memory. memory: what was there before they were started.
+    """
+    everybody = {process.pid: process for process in family(swarm.tag)}
     for peer in peers:
         swarm.kill(peer)
+        del everybody[peer.child.pid]
+    bootstrap = {process.pid for process in family(f"{swarm.tag}.bootstrap")}
+    others = [process for pid, process in everybody.items() if pid not in bootstrap]
+    assert len(others) > 2 * len(peers), "each has a p2pd and an averaging process at least"
+    send_signal(others, signal.SIGKILL)
     swarm.kill_bootstrap()
     for peer in peers:
         swarm.wait_until_gone(peer)
     swarm.look()
+    left = {path.name for path in set(SHARED_MEMORY.iterdir()) - memory}
+    assert not left, f"{left} stay in shared memory"
 
 
 def newest_round(swarm: ProcessSwarm, stage: int) -> tuple[int, int]:

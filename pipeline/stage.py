@@ -289,11 +289,12 @@ def constant_buffers(config: Mapping[str, Any], num_stages: int, stage: int) -> 
     return {name: module.get_buffer(name) for name in sorted(names)}
 
 
-def flatten_parameters(module: nn.Module, layout: FlatLayout) -> Tensor:
+def flatten_parameters(module: nn.Module, layout: FlatLayout, into: Tensor | None = None) -> Tensor:
     """Move the parameters of `module` into one flat fp32 vector [layout.numel] and return it.
 
-    Each parameter becomes a view of it; the padding between them is zero. Raises ValueError if
-    names, shapes or their order are not those of the layout.
+    into: the vector, if it is there already. Each parameter becomes a view of it; the padding
+    between them is zero. Raises ValueError if names, shapes or their order are not those of the
+    layout.
     """
     parameters = dict(module.named_parameters())
     found = [(name, tuple(parameter.shape)) for name, parameter in parameters.items()]
@@ -302,7 +303,9 @@ def flatten_parameters(module: nn.Module, layout: FlatLayout) -> Tensor:
         differ = sorted(set(found) ^ set(expected))[:3] or "only in their order"
         raise ValueError(f"the module's parameters differ from the layout: {differ}")
     device = next(iter(parameters.values())).device
-    flat = torch.zeros(layout.numel, dtype=torch.float32, device=device)
+    if into is None:
+        into = torch.empty(layout.numel, dtype=torch.float32, device=device)
+    flat = into.zero_()
     for name, view in layout.view(flat).items():
         view.copy_(parameters[name].detach())
         parameters[name].data = view

@@ -285,10 +285,11 @@ class ChainFollower:
                 return
             known = [peer for peer in donors if peer in contributors or self._trust.knows(peer)]
             donors = known or donors
-        first = needed.or_initial and end is not None and end.teller in self._bootstraps
+        teller = end.teller if needed.or_initial and end is not None else ""
+        from_start = bool(teller) and teller in self._bootstraps
         honest = self._book.donors(donors)
-        if first and end is not None and end.teller in donors and end.teller not in honest:
-            honest.append(end.teller)  # nobody else gives the beginning
+        if from_start and teller in donors and teller not in honest:
+            honest.append(teller)  # nobody else gives the beginning
         untried = [donor for donor in honest if donor not in self._slow]
         hurry = bool(untried) and len(honest) > 1 and len(self._slow) < MAX_SLOW
         peer = self._chosen(view, untried if hurry else honest)
@@ -298,7 +299,7 @@ class ChainFollower:
         wanted = WantedState(
             after_round=needed.after_round,
             end=end,
-            or_initial=first and self._book.all_in_vain(others),
+            or_initial=from_start and self._book.all_in_vain(others),
             hurry=hurry,
         )
         future = self._averager.fetch_state(asked, wanted)

@@ -37,7 +37,7 @@ from dilocox.dht.files import make_folder
 from dilocox.dht.rpc import REFUSED, STALL_S, Blob, CallRefused, Client
 from dilocox.peer.chain.header_client import CountedRounds, HeaderClient, OtherRecord
 from dilocox.peer.chain.record_check import RecordCheck
-from dilocox.peer.chain.replay import fill_initial
+from dilocox.peer.chain.replay import initial_anchor
 from dilocox.peer.chain.snapshot_files import (
     STATE_CHUNK_BYTES,
     check_values,
@@ -185,7 +185,7 @@ class StateFile:
         """
         offer = self.offer
         if self.file is None:
-            fill_initial(check, anchor)
+            initial_anchor(check, anchor)
             momentum.zero_()
         else:
             load_state(self.file, anchor, momentum)
@@ -541,11 +541,10 @@ class ChainClient(HeaderClient):
         """
         end = wanted.end
 
-        async def taken(donor: str, *, hurry: bool) -> StateFile:
-            offer = await self.offer(donor)
+        async def taken(offer: StateOffer, *, hurry: bool) -> StateFile:
             number, least = offer.round, wanted.after_round
             if number <= least:
-                raise NoState(f"{donor} has a state of round {number}, not after {least}")
+                raise NoState(f"{offer.peer} has a state of round {number}, not after {least}")
             if end is not None and log.find(offer.digest) is None:
                 await self.check_leads_to(end, offer)
             kept = await self.download(offer, folder, hurry=hurry)
@@ -555,13 +554,14 @@ class ChainClient(HeaderClient):
         rest = await self._with_the_rest(folder)
         if rest:
             with suppress(*REFUSED):  # it may be too old by now: then this peer's will do
-                return await taken(rest, hurry=False)
+                return await taken(await self.offer(rest), hurry=False)
         try:
-            return await taken(peer, hurry=wanted.hurry)
-        except NoState:
+            offer = await self.offer(peer)
+        except NoState:  # and not where it has one that will not do now
             if not wanted.or_initial or end is None or peer != end.teller:
                 raise
             return await self._first_state(end, folder)
+        return await taken(offer, hurry=wanted.hurry)
 
     async def _first_state(self, end: ChainEnd, folder: Path) -> StateFile:
         """The initial weights, with all records from there to the end: of a chain that cannot be

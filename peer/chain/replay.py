@@ -41,7 +41,7 @@ from dilocox.peer.chain.store import KeptState, LogEntry
 from dilocox.peer.rounds.outer_step import OuterStep, anchor_sha256, move_anchor
 from dilocox.peer.rounds.rank_choice import RoundPlan
 from dilocox.peer.rounds.record import RecordRefused, RoundRecord
-from dilocox.pipeline.stage import build_stage, stage_layout
+from dilocox.pipeline.stage import build_stage, flatten_parameters, stage_layout
 
 REPLAY_ROOM = 1.1  # for what is small beside vectors
 
@@ -68,22 +68,12 @@ def start_file(check: RecordCheck, state: KeptState | None, path: Path) -> None:
             save_tensors(path, {"anchor": anchor, "momentum": momentum}, {})
 
 
-def initial_anchor(check: RecordCheck) -> Tensor:
-    anchor = torch.empty(check.layout.numel)
-    fill_initial(check, anchor)
-    return anchor
-
-
-@torch.no_grad()
-def fill_initial(check: RecordCheck, anchor: Tensor) -> None:
-    """Put the weights of the manifest's seed into this vector, [numel] fp32, in the memory of
-    another one."""
+def initial_anchor(check: RecordCheck, into: Tensor | None = None) -> Tensor:
+    """The weights of the manifest's seed, [numel] fp32, in this vector if one is given, and in the
+    memory of another one meanwhile."""
     manifest = check.manifest
     module = build_stage(manifest.model, check.stage, manifest.stages, manifest.seed)
-    parameters = dict(module.named_parameters())
-    anchor.zero_()  # the padding, too
-    for name, view in check.layout.view(anchor).items():
-        view.copy_(parameters[name])
+    return flatten_parameters(module, check.layout, into).detach()
 
 
 @torch.no_grad()

@@ -446,8 +446,8 @@ class Merge:
         newer = number in self.fly or number in self._given_up
         if record.contributor and (newer or number not in self._counted):
             outcome = self._count(number, own)
-        elif record.round in self.fly:
-            self.void(record.round)
+        elif number in self.fly:
+            self.void(number)
             outcome = Outcome.UNDONE
         self._adopt(record.round, record.digest, anchor, momentum)
         self._settle(records=1, outcome=outcome)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -404,6 +405,10 @@ def test_who_must_leave_its_chain_begins_anew_where_the_other_one_is_too_young_f
         state()
     assert joiner.log.rounds() == before, "it has its own chain until all of the other one is here"
     breaking_off.after = 100
+    maker.snapshot()  # one that will not do now is no reason to begin anew
+    with pytest.raises(NoState, match="nobody vouches yet for round 2"):
+        state(end=replace(end, digest=maker.digests[2], round=1))
+    shutil.rmtree(maker.own / "snapshots")
     found, anchor = state(), torch.ones(maker.layout.numel)
     momentum = torch.ones_like(anchor)
     taken = found.load(anchor, momentum, joiner.log, joiner.check)

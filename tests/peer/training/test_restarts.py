@@ -136,10 +136,11 @@ def test_no_snapshot_begins_while_a_send_is_in_flight(loop: Loop) -> None:
 def test_a_full_disk_costs_a_snapshot_in_the_background_and_no_peer(
     loop: Loop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    # beyond the full disk, too: the last try may still be under way when that ends
+    monkeypatch.setattr(snapshot_taking, "RETRY_S", 0.01)
+    loop.snapshots.soon()
     with monkeypatch.context() as patch:
         tries = fill_disk(patch)
-        patch.setattr(snapshot_taking, "RETRY_S", 0.01)
-        loop.snapshots.soon()
         wait_until(lambda: advance(loop) or len(tries) > 2, 20.0)
     assert caplog.text.count("no space left on the disk") == 1, "told once"
     wait_until(lambda: advance(loop), 20.0)

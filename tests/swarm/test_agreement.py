@@ -61,8 +61,7 @@ def test_one_peer_without_overlap_in_fp32_is_plain_adamw_and_nesterov(
     assert [line["anchor_sha256"] for line in lines] == expected
 
 
-@pytest.mark.faults
-@pytest.mark.parametrize("merge", ["reset", "rebase"])
+@pytest.mark.parametrize("merge", [pytest.param("reset", marks=pytest.mark.faults), "rebase"])
 def test_records_that_wait_for_the_end_of_a_round_hold_no_round_up(
     start_swarm: StartSwarm, merge: str
 ) -> None:

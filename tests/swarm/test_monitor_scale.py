@@ -25,7 +25,6 @@ MOST_MEDIAN_S = 0.2
 
 
 @pytest.mark.swarm
-@pytest.mark.watch
 @pytest.mark.timeout(420)
 def test_a_monitor_of_200_peers_is_small_and_quick(
     tmp_path: Path, ended: ExitStack, monkeypatch: pytest.MonkeyPatch

@@ -210,8 +210,9 @@ def _run(swarm: ProcessSwarm, chaos: Chaos, seconds: float) -> list[str]:
     voids = sum(len(peer.of_kind("void")) for peer in swarm.peers)
     chaos.tell(
         f"{dict(chaos.done)}; rounds by stage {rounds}, longest without one "
-        f"{_longest_stall_s(swarm):.0f} s, voids of single peers {voids}, set aside "
-        f"{_set_aside(swarm)}; bootstrap {before:.0f} MB, then {after:.0f}"
+        f"{_longest_stall_s(swarm, 0, 1):.0f} s, of one stage "
+        f"{max(_longest_stall_s(swarm, stage) for stage in (0, 1)):.0f} s, voids of single peers "
+        f"{voids}, set aside {_set_aside(swarm)}; bootstrap {before:.0f} MB, then {after:.0f}"
     )
     flaws = [] if after < before + MORE_MB else [f"the bootstrap has {after:.0f} MB"]
     by_stage = {stage: [peer for peer in chaos.present if peer.stage == stage] for stage in (0, 1)}
@@ -236,8 +237,10 @@ def _rounds(peer: Peer) -> int:
     return len(peer.rounds)
 
 
-def _longest_stall_s(swarm: ProcessSwarm) -> float:
-    on_time = [peer for number, peer in enumerate(swarm.peers) if not _skew_s(number)]
+def _longest_stall_s(swarm: ProcessSwarm, *stages: int) -> float:
+    """How long none of these stages had a round, as the peers say whose clocks are right."""
+    numbered = enumerate(swarm.peers)
+    on_time = [peer for number, peer in numbered if peer.stage in stages and not _skew_s(number)]
     times = sorted(line["time"] for peer in on_time for line in peer.rounds)
     return max((after - before for before, after in itertools.pairwise(times)), default=0.0)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,11 @@ from hypothesis import strategies as st
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_sections import DeadlineSpec
+from dilocox.dht.wire import pack
 from dilocox.peer.rounds.group import (
     MAX_COUNTED,
     MAX_UNRELIABLE,
+    TICKET_DOMAIN,
     AttemptSetup,
     ExchangeOrder,
     GroupRefused,
@@ -213,6 +217,38 @@ def stated(**changes: object) -> list[object]:
 def test_a_malformed_ticket_is_refused(facts: object) -> None:
     with pytest.raises(GroupRefused):
         Ticket.unpack(facts, LAST, client_mode=False)
+
+
+NONSENSE = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text()
+    | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=12,
+)
+
+
+@given(place=st.integers(0, len(FIELDS) + 1), value=NONSENSE)
+def test_no_field_of_a_ticket_raises_anything_but_a_refusal(place: int, value: object) -> None:
+    facts = stated()
+    facts[place] = value
+    with contextlib.suppress(GroupRefused):
+        read = Ticket.unpack(facts, LAST, client_mode=False)
+        assert all(0 <= getattr(read, name) < math.inf for name in TIMES)
+
+
+@given(sent=NONSENSE | st.binary(max_size=200))
+def test_nothing_in_place_of_a_ticket_raises_anything_but_a_refusal(
+    identities: list[Identity], sent: object
+) -> None:
+    owner = identities[0]
+    signed = sent if isinstance(sent, bytes) else pack(sent)
+    for facts in (sent, [signed, owner.sign(pack([TICKET_DOMAIN, 1, signed]))]):
+        with pytest.raises(GroupRefused):
+            Ticket.of_peer(owner.peer_id, facts, LAST, mode=1, client_mode=False)
 
 
 # ---- the agreed facts ----------------------------------------------------------------------------

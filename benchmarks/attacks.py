@@ -2,7 +2,8 @@
 what the rules do to honest members that have little or other data.
 
     python benchmarks/attacks.py [--part liars] [--seeds 3] [--rounds 30] [--codec defaults]
-                                 [--rules gate] [--processes 2] [--quick] [--json] [--out DIR]
+                                 [--rules gate] [--uneven] [--processes 2] [--quick] [--json]
+                                 [--out DIR]
 
 Eight workers train one small model in one process, as in benchmarks/convergence.py, under the rules
 that a manifest may name (`rounds.robust`; peer/rounds/robust.py); every worker reduces one part of
@@ -18,8 +19,9 @@ the shares of values that the gate left out, and of those in a mean that were mo
 from it as the median member's, of this worker and of the others, the rounds whose average mostly
 lacked its values, and how often the chain would have had it sit out for that.
 
---quick: one seed, five rows of liars, two rules (two minutes; seconds with --rounds 3). --json: one
-line and nothing else.
+--uneven: the workers of the first table make a quarter of the inner steps to all of them, and the
+first liar makes all. --quick: one seed, five rows of liars, two rules (two minutes; seconds with
+--rounds 3). --json: one line and nothing else.
 """
 
 from __future__ import annotations
@@ -110,6 +112,11 @@ def found_of(
     return found
 
 
+def uneven(world: World) -> tuple[int, ...]:
+    """Inner steps of each worker in a round: all, three quarters, half and a quarter, in turn."""
+    return tuple(max(1, world.inner_steps * (4 - place % 4) // 4) for place in range(world.workers))
+
+
 def over(found: Found) -> dict[str, dict[str, float]]:
     """Losses over the honest run's, by attack and rule: means over the seeds."""
     reference = found[HONEST]["none"]
@@ -187,8 +194,9 @@ def draw(figures: Mapping[str, Mapping[str, float]], file: Path) -> None:
 
 def tell_liars(report: Report, world: World, codec: str, found: Found) -> None:
     honest = found[HONEST]
+    steps = "a quarter to all of " * bool(world.paces) + str(world.inner_steps)
     report.say(
-        f"{world.workers} workers, {world.rounds} rounds of {world.inner_steps} inner steps, codec "
+        f"{world.workers} workers, {world.rounds} rounds of {steps} inner steps, codec "
         f"{codec}, {len(honest['none'])} seeds; loss over that of "
         f"{mean([each.loss for each in honest['none']]):.3f}"
     )
@@ -223,6 +231,7 @@ def main() -> None:
     made.add_argument(
         "--rules", nargs="+", choices=RULES, default=RULES, help="these rules, beside none"
     )
+    made.add_argument("--uneven", action="store_true", help="workers of unlike speeds")
     made.add_argument("--processes", type=int, default=2)
     made.add_argument("--json", action="store_true", help="one line of JSON and nothing else")
     options = made.parse_args()
@@ -237,10 +246,11 @@ def main() -> None:
             unwanted = set(RULES[1:]) - set(("gate",) if options.quick else options.rules)
             names: list[RobustRule] = [each for each in RULES if each not in unwanted]
             attacks = QUICK if options.quick else tuple(ATTACKS)
-            found = found_of(runner, world, rules(world)[codec], attacks, names, seeds)
+            played = replace(world, paces=uneven(world)) if options.uneven else world
+            found = found_of(runner, played, rules(world)[codec], attacks, names, seeds)
             told |= {"loss": over(found), **costs(found)}
             if report is not None:
-                tell_liars(report, world, options.codec, found)
+                tell_liars(report, played, options.codec, found)
         if options.part != "liars":
             told["unusual"] = treated = unusual(runner, world, codec, seeds)
             if report is not None:

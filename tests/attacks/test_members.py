@@ -10,7 +10,7 @@ import pytest
 
 from tests.attacks.honest import INNER_STEPS, LEAST_SHARE, STEP_S, rounds_in, taken
 from tests.swarm.conftest import StartSwarm
-from tests.swarm.harness import Peer, ProcessSwarm
+from tests.swarm.harness import START_LIMIT_S, Peer, ProcessSwarm
 from tests.swarm.small_run import fixed_steps
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
@@ -58,7 +58,7 @@ def test_members_that_lie_stop_nobody_and_turn_nothing(
     try:
         before = max(record.round for record in taken(swarm))
         for liar in crowd:
-            swarm.wait(partial(_trains, liar), FIRST_S, f"{liar.name} trains")
+            swarm.wait(partial(_trains, liar), START_LIMIT_S, f"{liar.name} trains")
         first, attacked = rounds_in(swarm, FIRST_S), rounds_in(swarm, ATTACKED_S)
     finally:
         for liar in crowd:

@@ -34,7 +34,7 @@ from tests.swarm.small_run import fixed_steps
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 
-BEGIN_LIMIT_S = 60.0
+BEGIN_LIMIT_S = 120.0
 JOINERS = 3
 HELD_S, HELD_LIMIT_S = 20.0, 90.0
 HELD_STREAMS_MB = 50.0  # beside that, where all streams that may be open are: 50 kB each

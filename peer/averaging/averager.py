@@ -67,13 +67,13 @@ from dilocox.dht.rpc import BYTE_KINDS, REFUSALS, CallRefused, Client, Counts
 from dilocox.dht.streams import open_streams
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.averaging.matchmaking import (
-    LATE_GROUP_S,
     LATER_S,
     PlanKeys,
     aim,
     as_leader,
     expect,
     own_time,
+    telling_s,
 )
 from dilocox.peer.averaging.service import PeerService
 from dilocox.peer.chain.chain_client import (
@@ -383,6 +383,7 @@ class StageAverager(PeerService, DecentralizedAverager):
         self._asked_at = time.monotonic()
         order = self.current_order()
         key, expected = order.plan.key, order.whole_with
+        told_s = telling_s(len(order.known), len(step.data_for_gather))
 
         def may_lead(peer: str) -> bool:
             return self._admits(peer) and order.may_lead(peer)
@@ -394,8 +395,7 @@ class StageAverager(PeerService, DecentralizedAverager):
             expected=expected,
             may_lead=may_lead,
             leaders=len(order.leaders) or max(2, len(order.counted)),
-            # whoever hears of it later comes when the others have given it up
-            told_s=min(LATE_GROUP_S, self.local.manifest.deadlines.exchange_s),
+            told_s=min(told_s, self.local.manifest.deadlines.exchange_s),
         )
         step.scheduled_time += LATER_S * keys.is_later(self.local.me)
         with contextlib.suppress(Exception):  # `step` has it already, and the caller gets it there

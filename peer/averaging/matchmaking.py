@@ -15,7 +15,8 @@ with four members on loopback, 6.7 MB in the three seconds before an exchange of
   searching. A peer without a vote leads nobody where another one has a vote: it could gather all,
   and never begin;
 - a follower waits longer for what its leader tells than for an answer whether it may join: a leader
-  tells each member the tickets of all, megabytes over what may be a slow line;
+  tells each member the tickets of all, megabytes in a large group, over what may be a slow line.
+  In a small one it waits no longer for that: a leader that never begins would hold it so long;
 - searches have growing pauses between them and ask only the keepers of the key (dht/keepers.py),
   and nobody takes a declaration back: its key is of this attempt alone.
 """
@@ -41,6 +42,7 @@ EARLY_S = 60.0  # before a group's time, and more, all are equally early
 LEAD_S = 0.2  # by so much later is the group's time of a peer that asks at the last moment
 LATER_S = 0.5  # by so much at least, that of a peer whose last group came to nothing
 LATE_GROUP_S = 30.0  # for which a group's leader may tell its members of it, at most
+SLOW_LINE = 125_000  # bytes a second: a leader on a slower one is not waited for
 LACKING_GROUPS = 2  # in which a peer that gathered one without somebody gathers none
 MOST_DOUBLINGS = 6  # of the number of groups in which a peer whose groups failed gathers none
 
@@ -54,6 +56,11 @@ def own_time(scheduled_at: float, now: float, *, may_lead: bool = True) -> float
     return scheduled_at + LEAD_S * (1.0 - early_s / EARLY_S)
 
 
+def telling_s(members: int, ticket_bytes: int) -> float:
+    """How long a leader on a slow line takes to tell each of its members the tickets of all."""
+    return min(members**2 * ticket_bytes / SLOW_LINE, LATE_GROUP_S)
+
+
 def aim(
     matchmaking: Any,
     key: str,
@@ -62,20 +69,21 @@ def aim(
     expected: int | None,
     may_lead: Callable[[str], bool],
     leaders: int,
-    told_s: float = LATE_GROUP_S,
+    told_s: float,
 ) -> PlanKeys:
     """Look for the group of a plan (`key`, in hex); peers with another one are not found.
 
     scheduled_at: the group's time (run time). expected: members with which the group closes before
     it; None: it waits. may_lead: whether to join a group that a peer (its id) gathers. leaders: how
-    many may. told_s: how long after its time a group's leader is waited for; the same every time.
+    many may. told_s: how much longer than an answer what the group's leader tells may take.
     """
     if not isinstance(matchmaking.group_key_manager, PlanKeys):
         matchmaking.group_key_manager = PlanKeys(matchmaking.group_key_manager)
-        _follow_patiently(matchmaking, matchmaking.group_key_manager, told_s)
+        _follow_patiently(matchmaking, matchmaking.group_key_manager)
     matchmaking.schema_hash = bytes.fromhex(key)
     keys: PlanKeys = matchmaking.group_key_manager
     keys.aim(key, scheduled_at, may_lead, leaders)
+    keys.told_s = told_s
     matchmaking.target_group_size = None if expected is None else max(2, expected)
     return keys
 
@@ -100,9 +108,9 @@ async def as_leader(
         yield message
 
 
-def _follow_patiently(matchmaking: Any, keys: PlanKeys, told_s: float) -> None:
-    """Wait so long for what the leader tells of this peer's group, also beyond the deadline of the
-    step; and let the keys know which peer that is.
+def _follow_patiently(matchmaking: Any, keys: PlanKeys) -> None:
+    """Wait as long as the keys say for what the leader tells of this peer's group, also beyond the
+    deadline of the step; and let them know which peer that is.
     """
     look, lead = matchmaking.look_for_group, matchmaking.leader_assemble_group
     follow, answers_s = matchmaking._request_join_group, matchmaking.request_timeout
@@ -113,7 +121,7 @@ def _follow_patiently(matchmaking: Any, keys: PlanKeys, told_s: float) -> None:
         def set(self) -> None:
             keys.led_by(str(matchmaking.current_leader))
             # hivemind reads it for the leader's first message, and after this for the second
-            matchmaking.request_timeout = max(answers_s, told_s)
+            matchmaking.request_timeout = answers_s + keys.told_s
             super().set()
 
     async def following(leader: PeerID) -> Any:
@@ -136,7 +144,7 @@ def _follow_patiently(matchmaking: Any, keys: PlanKeys, told_s: float) -> None:
     async def looking(step: Any) -> Any:
         nonlocal over
         left_s: float = step.get_timeout()
-        step.get_timeout = lambda: left_s + told_s
+        step.get_timeout = lambda: left_s + keys.told_s
         ending = asyncio.get_running_loop().call_later(left_s, at_deadline)
         try:
             return await look(step)
@@ -172,6 +180,7 @@ class PlanKeys(GroupKeyManager):
 
     Attributes:
         may_lead: whether to join the groups that a peer gathers.
+        told_s: how much longer than an answer what the leader of this plan's group tells may take.
     """
 
     def __init__(self, of: GroupKeyManager):
@@ -181,6 +190,7 @@ class PlanKeys(GroupKeyManager):
         self._plain_prefix = of.prefix
         self._pause_s = 0.0
         self.may_lead: Callable[[str], bool] = lambda peer: False
+        self.told_s = 0.0
         self._scheduled_at = 0.0
         self._leader = ""  # the peer that gathered the group, or was the last to let this one in
         self._before = set[str]()  # the others that did

@@ -373,8 +373,12 @@ class ExchangeOrder(SendFacts):
     def may_lead(self, peer: str) -> bool:
         return not self.leaders or peer in self.leaders
 
+    @property
+    def known(self) -> frozenset[str]:
+        """The peers that this one reckons with, or that the chain proves."""
+        return frozenset(self.counted).union(self.recent_voters)
+
     def knows(self, peer: str) -> bool:
-        """Whether this peer reckons with it, or the chain proves it."""
         return peer in self.counted or peer in self.recent_voters
 
     def check_length(self, peer: str, ticket: bytes, asked: Mapping[str, bytes]) -> None:
@@ -383,7 +387,7 @@ class ExchangeOrder(SendFacts):
 
         A ticket names counted peers, and its abort peers of the attempt before.
         """
-        peers = len({*self.counted, *self.recent_voters})
+        peers = len(self.known)
         if len(ticket) > TICKET_BYTES + TICKET_BYTES_OF_PEER * peers:
             raise GroupRefused(f"a ticket of {len(ticket)} bytes in a swarm of {peers} peers")
         every = {**asked, peer: ticket}

@@ -67,13 +67,14 @@ from dilocox.dht.rpc import BYTE_KINDS, REFUSALS, CallRefused, Client, Counts
 from dilocox.dht.streams import open_streams
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.averaging.matchmaking import (
+    LATE_GROUP_S,
     LATER_S,
+    SLOW_LINE,
     PlanKeys,
     aim,
     as_leader,
     expect,
     own_time,
-    telling_s,
 )
 from dilocox.peer.averaging.service import PeerService
 from dilocox.peer.chain.chain_client import (
@@ -383,7 +384,7 @@ class StageAverager(PeerService, DecentralizedAverager):
         self._asked_at = time.monotonic()
         order = self.current_order()
         key, expected = order.plan.key, order.whole_with
-        told_s = telling_s(len(order.known), len(step.data_for_gather))
+        told_s = order.told_bytes(len(step.data_for_gather)) / SLOW_LINE
 
         def may_lead(peer: str) -> bool:
             return self._admits(peer) and order.may_lead(peer)
@@ -395,7 +396,7 @@ class StageAverager(PeerService, DecentralizedAverager):
             expected=expected,
             may_lead=may_lead,
             leaders=len(order.leaders) or max(2, len(order.counted)),
-            told_s=min(told_s, self.local.manifest.deadlines.exchange_s),
+            told_s=min(told_s, LATE_GROUP_S, self.local.manifest.deadlines.exchange_s),
         )
         step.scheduled_time += LATER_S * keys.is_later(self.local.me)
         with contextlib.suppress(Exception):  # `step` has it already, and the caller gets it there

@@ -42,7 +42,7 @@ EARLY_S = 60.0  # before a group's time, and more, all are equally early
 LEAD_S = 0.2  # by so much later is the group's time of a peer that asks at the last moment
 LATER_S = 0.5  # by so much at least, that of a peer whose last group came to nothing
 LATE_GROUP_S = 30.0  # for which a group's leader may tell its members of it, at most
-SLOW_LINE = 125_000  # bytes a second: a leader on a slower one is not waited for
+SLOW_LINE = 125_000  # bytes a second: a large group's leader on a slower one is not waited for
 LACKING_GROUPS = 2  # in which a peer that gathered one without somebody gathers none
 MOST_DOUBLINGS = 6  # of the number of groups in which a peer whose groups failed gathers none
 
@@ -54,11 +54,6 @@ def own_time(scheduled_at: float, now: float, *, may_lead: bool = True) -> float
     """
     early_s = min(max(scheduled_at - now, 0.0), EARLY_S) if may_lead else 0.0
     return scheduled_at + LEAD_S * (1.0 - early_s / EARLY_S)
-
-
-def telling_s(members: int, ticket_bytes: int) -> float:
-    """How long a leader on a slow line takes to tell each of its members the tickets of all."""
-    return min(members**2 * ticket_bytes / SLOW_LINE, LATE_GROUP_S)
 
 
 def aim(

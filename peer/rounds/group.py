@@ -179,6 +179,9 @@ MAX_UNRELIABLE = MAX_MEMBERS  # peers that a ticket may name as unreliable
 TICKET_BYTES, TICKET_BYTES_OF_PEER = 8 << 10, 128
 MAX_TICKETS_BYTES = LEADER_BYTES // 2  # of a group, which its leader tells each member
 UNKNOWN_TICKETS_BYTES = 64 << 10  # of these, of keys that cost nothing: hundreds of honest ones
+UNKNOWN_TICKET_BYTES = 1 << 10  # and for each place that the group has; an honest one is a fifth
+ABORT_BYTES = 1 << 10  # of a ticket with an abort that names some peers
+ID_BYTES = 42  # of a peer, beside its ticket
 MAX_TIME_S = 1e6
 _Time = Annotated[float, Field(strict=True, ge=0, lt=MAX_TIME_S, allow_inf_nan=False)]
 # as `Ticket.pack` has them
@@ -378,6 +381,14 @@ class ExchangeOrder(SendFacts):
         """The peers that this one reckons with, or that the chain proves."""
         return frozenset(self.counted).union(self.recent_voters)
 
+    def told_bytes(self, ticket: int) -> int:
+        """About how much its group's leader tells, if all known peers come: each of them the
+        tickets of all. ticket: bytes of this peer's own.
+        """
+        if self.plan.attempt:  # others have an abort, even if this one has none
+            ticket = max(ticket, ABORT_BYTES)
+        return len(self.known) ** 2 * (ticket + ID_BYTES)
+
     def knows(self, peer: str) -> bool:
         return peer in self.counted or peer in self.recent_voters
 
@@ -394,7 +405,9 @@ class ExchangeOrder(SendFacts):
         if sum(map(len, every.values())) > MAX_TICKETS_BYTES:
             raise GroupRefused("the tickets of this group are too long")
         unknown = sum(len(each) for name, each in every.items() if not self.knows(name))
-        if self.last and unknown > UNKNOWN_TICKETS_BYTES and not self.knows(peer):
+        places = 2 * len(self.recent_voters) + MORE_MEMBERS
+        most = min(UNKNOWN_TICKETS_BYTES, UNKNOWN_TICKET_BYTES * places)
+        if self.last and unknown > most and not self.knows(peer):
             raise GroupRefused("too many ask for this group whom this peer does not know")
 
     def ticket(self) -> Ticket:

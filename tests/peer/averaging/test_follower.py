@@ -282,17 +282,23 @@ def test_who_lost_a_fork_begins_anew_where_nobody_has_a_state_yet(
     identities: list[Identity], tmp_path: Path, forked: bool
 ) -> None:
     """All others are asked before; the bootstrap, even if something of it was refused. Who only
-    lacks records waits for a state: the weights of the beginning are what it has."""
+    lacks records waits for a state: the weights of the beginning are what it has.
+
+    Whom it asks is drawn: where that is the bootstrap three times before the other, what it claims
+    is passed over for five minutes first.
+    """
     behind = Behind(ChainMaker(identities[0], tmp_path, manifest_of()), [], witness="QmBoot")
     behind.contributors = frozenset({"QmTwo"})
     fork = nothing(fork_round=-1, fork_digest="d" * 64, chain_tokens=99)
 
-    def nothing_sound() -> Exception:
+    def answer() -> Reached | Exception:
+        if behind.asked[-1][0] == "records":
+            return fork if forked else nothing(too_far=True)
         return RecordRefused("cut off") if behind.donors[-1] == "QmBoot" else NoState("none")
 
-    behind.answers = [fork if forked else nothing(too_far=True), *[nothing_sound] * 80]
+    behind.answers = [answer] * 1800
     asked = list[tuple[str, bool]]()
-    for _ in range(80):
+    while behind.clock.now < 3600.0 and ("QmBoot", True) not in asked:
         behind.look(holders=("QmBoot", "QmTwo"))
         if behind.donors:
             asked.append((behind.donors[-1], behind.wanted.or_initial))

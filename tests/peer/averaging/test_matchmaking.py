@@ -16,14 +16,12 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import get_dht_time
 
 from dilocox.peer.averaging.matchmaking import (
-    LATE_GROUP_S,
     LEAD_S,
     PlanKeys,
     aim,
     as_leader,
     expect,
     own_time,
-    telling_s,
 )
 
 KEY, OTHER_KEY = "ab" * 32, "cd" * 32
@@ -277,15 +275,6 @@ def test_a_peer_waits_long_for_a_leader_alone() -> None:
     found = search([Caller(name=1, expects=2)])
     assert found.groups == {1: None}
     assert found.seconds[1] == pytest.approx(AHEAD_S + GIVE_UP_S, abs=SOON_S)
-
-
-def test_a_leader_is_waited_for_as_long_as_it_may_take_to_tell_all() -> None:
-    """On 1 Mbit/s, with the tickets of 213 bytes of members that expect no trouble; a small group
-    waits hardly longer than for an answer for one that never begins.
-    """
-    assert telling_s(6, 213) < 0.1
-    assert pytest.approx(telling_s(128, 213), rel=0.02) == 3.5e6 / 125_000
-    assert telling_s(1024, 213) == LATE_GROUP_S
 
 
 def test_a_peer_is_not_sent_on_to_another_leader_once_it_is_late() -> None:

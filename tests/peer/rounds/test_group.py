@@ -20,6 +20,7 @@ from dilocox.dht.wire import pack
 from dilocox.peer.rounds.group import (
     MAX_COUNTED,
     MAX_UNRELIABLE,
+    MORE_MEMBERS,
     TICKET_DOMAIN,
     AttemptSetup,
     ExchangeOrder,
@@ -591,3 +592,47 @@ def test_a_ticket_that_would_keep_a_group_from_forming_is_refused() -> None:
     with pytest.raises(GroupRefused, match="does not know"):
         order.check_length("key 9", bytes(7_000), crowd)
     order.check_length(peer, bytes(7_000), crowd)
+
+
+def sent(order: ExchangeOrder, identity: Identity) -> bytes:
+    """Its ticket as it travels."""
+    signed = order.ticket().signed(order.recent_voters, 0, identity)
+    return bytes(MSGPackSerializer.dumps([None, 0, MSGPackSerializer.dumps(signed)]) or b"")
+
+
+def known_to_each_other(members: int, **changes: Any) -> ExchangeOrder:
+    peers = tuple(f"12D3KooW{number:044d}" for number in range(members))
+    return order_of(counted=peers, recent_voters=peers, **changes)
+
+
+def test_strangers_make_what_a_small_group_is_told_hardly_longer(
+    identities: list[Identity],
+) -> None:
+    """As many of them as it has places for are let in to it, but no crowd, and no padded ones."""
+    order = known_to_each_other(6)
+    ticket = sent(order, identities[0])
+    asked = {f"new {number}": ticket for number in range(2 * 6 + MORE_MEMBERS)}
+    order.check_length("new", ticket, asked)
+    for padding, before in ((b"", 100), (bytes(8_000), 1)):
+        asked = {f"new {number}": ticket + padding for number in range(before)}
+        with pytest.raises(GroupRefused, match="does not know"):
+            order.check_length("new", ticket + padding, asked)
+
+
+def test_how_much_a_leader_tells_follows_from_the_members_and_their_tickets(
+    identities: list[Identity],
+) -> None:
+    """A group of six is told at once, one of 128 takes half a minute on 1 Mbit/s; in a repeated
+    attempt others have an abort, even if this peer has none.
+    """
+
+    def seconds(members: int, **changes: Any) -> float:
+        order = known_to_each_other(members, **changes)
+        return order.told_bytes(len(sent(order, identities[0]))) / 125_000
+
+    assert seconds(6) < 0.1
+    assert 25 < seconds(128) < 30
+    again = replace(PLAN, attempt=1)
+    assert 6 < seconds(64) < 8
+    assert 30 < seconds(64, plan=again) < 40
+    assert seconds(6, plan=again) < 0.5

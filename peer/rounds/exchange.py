@@ -28,6 +28,7 @@ beside it.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import random
 import time
@@ -411,13 +412,11 @@ class Attempt:
         vote = await compute(self.ballots.sign, self.digest if agreed else None, missed)
         self.ballots.receive(vote)
         self._group.notify()
-        group, send = self._group, self._transport.send_votes
-        sending = [
-            group.spawn(group.call(self._limits.vote_s, send, peer, [vote])) for peer in group.row
-        ]
+        group, send, vote_s = self._group, self._transport.send_votes, self._limits.vote_s
+        sending = [group.spawn(group.call(vote_s, send, peer, [vote])) for peer in group.row]
         # a member that gives up early hears the others once they, too, have given up or are done
-        deadline = self._end + self._limits.vote_s
-        asking = group.spawn(self._ask_our_row(deadline))
+        deadline = self._end + vote_s
+        asking = group.spawn(self._ask_our_row())
         await group.until(self._all_heard, deadline)
         asking.cancel()
         result = await self._result(deadline)
@@ -472,11 +471,12 @@ class Attempt:
         decided = self.ballots.decision.verdict is not Verdict.UNDECIDED
         return decided or self._setup.voters <= self.ballots.voted() | self._group.dead
 
-    async def _ask_our_row(self, deadline: float) -> None:
-        pause_s = self._limits.silence_s / 4
-        for peer in [peer for peer in self._nearest if peer not in self._gone]:
-            await asyncio.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
-            await self._ask_for_votes(peer)
+    async def _ask_our_row(self) -> None:
+        """Ask one after the other, and again: the vote that decides may reach some of them late."""
+        for turn in itertools.count():
+            await asyncio.sleep(self._limits.silence_s / 4)
+            if there := [peer for peer in self._nearest if peer not in self._gone]:
+                await self._ask_for_votes(there[turn % len(there)])
 
     async def _ask_for_votes(self, peer: str) -> None:
         ballot, ask = self.ballots.ballot, self._transport.ask_votes

@@ -92,3 +92,20 @@ def test_a_reducer_that_is_heard_again_is_not_lost_and_asked_for_its_mean(
     group.queue[reducer, me] = 1  # its heartbeats come no sooner than it is asked for
     record_of(group, asyncio.run(group.run()))
     assert asked == Counter({reducer: 1} | dict.fromkeys(group.peers[2:], times))
+
+
+def test_who_heard_of_no_decision_asks_all_again(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    """Whom it asks first may not have heard of it either."""
+    asked = Counter[str]()
+
+    def passes(sender: str, receiver: str, kind: str) -> bool:
+        if (sender, kind) == (deaf, "ask"):
+            asked[receiver] += 1
+            return asked[receiver] > 1
+        return (receiver, kind) != (deaf, "vote")
+
+    group = Group(identities[:3], tmp_path, passes=passes)
+    deaf = group.peers[0]
+    record_of(group, asyncio.run(group.run()))

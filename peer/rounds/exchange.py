@@ -17,8 +17,8 @@ vote.
 
 A member hears of deaths from those that it watches, and from the votes of those that gave up: two
 that missed the same peer are believed, one alone may be cut off itself. A member sends its vote to
-its row, and its row's votes to those opposite it in other rows; one that still lacks some asks its
-row.
+its row, and its row's votes to those opposite it in other rows; one that still lacks some asks all
+others in turn, again and again.
 
 This file knows no network: it talks through `GroupCalls`, and is told what arrives by `on_part`,
 `on_row`, `on_mean` and `on_votes`. It runs in one event loop; the codec runs in a one-thread pool
@@ -416,7 +416,7 @@ class Attempt:
         sending = [group.spawn(group.call(vote_s, send, peer, [vote])) for peer in group.row]
         # a member that gives up early hears the others once they, too, have given up or are done
         deadline = self._end + vote_s
-        asking = group.spawn(self._ask_our_row())
+        asking = group.spawn(self._ask_for_decision())
         await group.until(self._all_heard, deadline)
         asking.cancel()
         result = await self._result(deadline)
@@ -429,23 +429,23 @@ class Attempt:
         """Wait until more than half of the voters near us hold our means, and of the rows opposite,
         or a reducer is found that gave somebody other ones.
 
-        A member that voted counts as it voted; one that is gone, or aborted, not at all. No longer
-        than the exchange may last: a member that waits in vain votes for what it has.
+        A member that voted counts as it voted; one that is gone, or aborted, not at all, once it
+        was compared with. A member that waits in vain until the exchange ends votes for its means.
         """
         words = await self._tell_words()
         lines = [set(self._group.row), set(self._group.opposite)]
         near = [line & self._setup.voters for line in lines]
-        compared = set[str]()
+        compared = dict[str, asyncio.Task[None]]()
         while not self._shares.two_faced and time.monotonic() < self._end:
             alike = {peer for peer, theirs in self._words.items() if theirs == words}
             alike |= self.ballots.voters_for(self.digest or "")
-            given_up = self._gone | (self.ballots.voted() - alike)
+            for peer in self._words.keys() - alike - compared.keys():
+                compared[peer] = self._group.spawn(self._compare_with(peer, words))
+            under_way = {peer for peer, task in compared.items() if not task.done()}
+            given_up = (self._gone | (self.ballots.voted() - alike)) - under_way
             enough = [2 * (len(line & alike) + 1) > len(line - given_up) + 1 for line in near]
             if all(enough) or self.ballots.decision.verdict is not Verdict.UNDECIDED:
                 return
-            for peer in self._words.keys() - alike - compared:
-                compared.add(peer)
-                self._group.spawn(self._compare_with(peer, words))
             await self._group.change(self._end)
 
     async def _tell_words(self) -> bytes:
@@ -471,12 +471,12 @@ class Attempt:
         decided = self.ballots.decision.verdict is not Verdict.UNDECIDED
         return decided or self._setup.voters <= self.ballots.voted() | self._group.dead
 
-    async def _ask_our_row(self) -> None:
-        """Ask one after the other, and again: the vote that decides may reach some of them late."""
-        for turn in itertools.count():
-            await asyncio.sleep(self._limits.silence_s / 4)
-            if there := [peer for peer in self._nearest if peer not in self._gone]:
-                await self._ask_for_votes(there[turn % len(there)])
+    async def _ask_for_decision(self) -> None:
+        """Ask all again and again: the vote that decides may reach one after it was asked."""
+        nearest = random.sample(self._nearest, len(self._nearest))
+        for turn, peer in enumerate(itertools.cycle(nearest), len(nearest)):
+            await asyncio.sleep(self._limits.silence_s / 4 * (turn // len(nearest)))
+            self._group.spawn(self._ask_for_votes(peer))
 
     async def _ask_for_votes(self, peer: str) -> None:
         ballot, ask = self.ballots.ballot, self._transport.ask_votes

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,7 +36,7 @@ from dilocox.peer.rounds.record import (
     parse_record,
     stage_codec,
 )
-from dilocox.peer.rounds.shares import decode
+from dilocox.peer.rounds.shares import decode, encode
 from dilocox.peer.rounds.signed_means import MeanSeal
 from dilocox.peer.rounds.vote_count import Verdict
 
@@ -67,36 +68,36 @@ class Link:
     """One member's transport: direct calls into the others' attempts."""
 
     def __init__(self, me: str, group: Group):
-        self._me = me
+        self.me = me
         self._group = group
 
     async def push_part(self, peer: str, column: int, payload: bytes) -> None:
-        kind = f"part{self._group.setups[self._me].phase_of(column)}"
+        kind = f"part{self._group.setups[self.me].phase_of(column)}"
         attempt = await self._to(peer, kind)
         with refused_as_lost():
-            await attempt.on_part(self._me, column, payload)
+            await attempt.on_part(self.me, column, payload)
 
     async def push_row(self, peer: str, mean: Mean) -> None:
         kind = f"row{self._group.shares[mean.part].phase}"
         attempt = await self._to(peer, kind)
         with refused_as_lost():
-            await attempt.on_row(self._me, mean)
+            await attempt.on_row(self.me, mean)
 
     async def push_mean(self, peer: str, mean: Mean) -> None:
         kind = f"mean{self._group.shares[mean.part].phase}"
         attempt = await self._to(peer, kind)
         with refused_as_lost():
-            with self._group.queued(self._me, peer):
+            with self._group.queued(self.me, peer):
                 for piece in range(PIECES if peer in self._group.thin else 0):
-                    attempt.bytes_came(self._me, mean.part, "mean", piece + 1, PIECES)
+                    attempt.bytes_came(self.me, mean.part, "mean", piece + 1, PIECES)
                     await asyncio.sleep(self._group.thin_s / PIECES)
-            await attempt.on_mean(self._me, self._group.falsified(self._me, peer, mean))
+            await attempt.on_mean(self.me, self._group.falsified(self.me, peer, mean))
 
     async def fetch_mean(self, peer: str, part: int, came: Callable[[], None]) -> Mean | None:
         attempt = await self._to(peer, "fetch")
         await self._comes_from(peer, came)
         mean = await attempt.checked_mean(part)
-        return mean and self._group.falsified(peer, self._me, mean)
+        return mean and self._group.falsified(peer, self.me, mean)
 
     async def fetch_record(self, peer: str, digest: str) -> bytes | None:
         attempt = await self._to(peer, "record")
@@ -107,9 +108,9 @@ class Link:
         (await self._to(peer, "vote")).on_votes(votes)
 
     async def send_words(self, peer: str, words: bytes) -> None:
-        if self._me in self._group.lying:
+        if self.me in self._group.lying:
             words = words[::-1]
-        (await self._to(peer, "words")).on_words(self._me, words)
+        (await self._to(peer, "words")).on_words(self.me, words)
 
     async def ask_votes(self, peer: str, round_number: int, attempt: int) -> list[bytes]:
         asked = await self._to(peer, "ask")
@@ -120,7 +121,7 @@ class Link:
     async def heartbeats(self, peer: str) -> AsyncIterator[None]:
         while True:
             await self._to(peer, "beat")
-            while self._group.queue[peer, self._me]:
+            while self._group.queue[peer, self.me]:
                 await asyncio.sleep(0.02)
             yield
             await asyncio.sleep(0.02)
@@ -134,10 +135,10 @@ class Link:
             await asyncio.sleep(min(left_s, DROP_S))
 
     async def _to(self, peer: str, kind: str) -> Attempt:
-        if {self._me, peer} & self._group.frozen:
+        if {self.me, peer} & self._group.frozen:
             await asyncio.Event().wait()  # until the caller loses patience
-        if not self._group.passes(self._me, peer, kind):
-            raise ConnectionError(f"{kind} from {self._me} to {peer} is lost")
+        if not self._group.passes(self.me, peer, kind):
+            raise ConnectionError(f"{kind} from {self.me} to {peer} is lost")
         return self._group.attempts[peer]
 
 
@@ -300,6 +301,26 @@ class Group:
         """What a receiver gets of a mean: what its reducer makes of it, signed by that."""
         reducer, other = self.shares[mean.part].reducer, self.falsify(sender, receiver, mean)
         return mean if other == mean else self.signed(reducer, other)
+
+    def make_two_faced(self, liar: str) -> None:
+        """Every other member gets another mean of what it averages, and nobody a word or a vote."""
+        honest, codec_of = [peer for peer in self.peers if peer != liar], self.setups[liar].phases
+        heard = self.passes
+
+        def falsify(sender: str, receiver: str, mean: Mean) -> Mean:
+            share = self.shares[mean.part]
+            if sender != liar or share.reducer != liar or honest.index(receiver) % 2:
+                return mean
+            codec = codec_of[share.phase].codec
+            values = 0.9 * decode(codec, mean.payload, share.numel)  # as sound as the other one
+            return replace(mean, payload=encode(codec, values))
+
+        def passes(sender: str, receiver: str, kind: str) -> bool:
+            tells = sender == liar and kind in ("words", "vote")
+            answers = receiver == liar and kind == "ask"
+            return not tells and not answers and heard(sender, receiver, kind)
+
+        self.falsify, self.passes = falsify, passes
 
     def signed(self, reducer: str, mean: Mean) -> Mean:
         return MeanSeal(self.identities[self.peers.index(reducer)], self.ballot).sign(mean)

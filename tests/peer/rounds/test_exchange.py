@@ -417,29 +417,16 @@ def test_a_reducer_that_gives_others_another_mean_is_left_out_of_the_repeated_at
     identities: list[Identity], tmp_path: Path, scheme: str, count: int
 ) -> None:
     """Each half alone would have a record, and without the liar's vote none could be decided."""
-
-    def passes(sender: str, receiver: str, kind: str) -> bool:
-        return sender != liar or kind not in ("words", "vote", "ask")
-
     group = Group(
         identities[:count],
         tmp_path,
-        passes=passes,
+        passes=everything,
         scheme=scheme,
         exchange_s=PATIENT_S,
         silence_s=PATIENT_S,
     )
     liar = next(share.reducer for share in group.shares if share.numel)
-    honest = [peer for peer in group.peers if peer != liar]
-
-    def falsify(sender: str, receiver: str, mean: Mean) -> Mean:
-        share = group.shares[mean.part]
-        if sender != liar or share.reducer != liar or honest.index(receiver) % 2:
-            return mean
-        values = torch.full((share.numel,), 0.5)
-        return replace(mean, payload=encode(group.setups[liar].phases[share.phase].codec, values))
-
-    group.falsify = falsify
+    group.make_two_faced(liar)
     started = time.monotonic()
     results = asyncio.run(group.run())
     ended = [result for peer, result in zip(group.peers, results, strict=True) if peer != liar]

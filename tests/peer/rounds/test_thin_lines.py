@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from dilocox.dht.identity import Identity
-from tests.peer.members import EXCHANGE_S, PATIENT_S, SILENCE_S, Group, record_of
+from dilocox.peer.rounds.group import Mean
+from dilocox.peer.rounds.vote_count import Verdict
+from tests.peer.members import (
+    EXCHANGE_S,
+    PATIENT_S,
+    SILENCE_S,
+    Group,
+    Link,
+    blamed,
+    everything,
+    record_of,
+    verdicts,
+)
 
 pytestmark = pytest.mark.usefixtures("no_fault_of_ours")
 
@@ -94,18 +108,44 @@ def test_a_reducer_that_is_heard_again_is_not_lost_and_asked_for_its_mean(
     assert asked == Counter({reducer: 1} | dict.fromkeys(group.peers[2:], times))
 
 
+def test_who_compares_means_over_a_slow_line_votes_as_those_who_found_two_of_one_reducer(
+    identities: list[Identity], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those have aborted by then. If the others now voted for their own means, all would wait for
+    the liar's vote until the end of the exchange."""
+    group = Group(identities[:4], tmp_path, passes=everything)
+    liar = next(share.reducer for share in group.shares if share.numel)
+    group.make_two_faced(liar)
+    slow = set([peer for peer in group.peers if peer != liar][::2])
+    fetch = Link.fetch_mean
+
+    async def later(link: Link, peer: str, part: int, came: Callable[[], None]) -> Mean | None:
+        if link.me in slow:
+            await asyncio.sleep(1.0)
+        return await fetch(link, peer, part, came)
+
+    monkeypatch.setattr(Link, "fetch_mean", later)
+    started = time.monotonic()
+    results = asyncio.run(group.run())
+    ended = [result for peer, result in zip(group.peers, results, strict=True) if peer != liar]
+    assert verdicts(ended) == {Verdict.VOID}
+    assert blamed(ended) == [liar]
+    assert time.monotonic() - started < PATIENT_S / 2, "the time of the exchange was waited out"
+
+
 def test_who_heard_of_no_decision_asks_all_again(
     identities: list[Identity], tmp_path: Path
 ) -> None:
-    """Whom it asks first may not have heard of it either."""
+    """Whom it asked may not have heard of it either; and whom others miss may know."""
     asked = Counter[str]()
 
     def passes(sender: str, receiver: str, kind: str) -> bool:
         if (sender, kind) == (deaf, "ask"):
             asked[receiver] += 1
-            return asked[receiver] > 1
+            return asked[receiver] > 1 and receiver == knows
         return (receiver, kind) != (deaf, "vote")
 
     group = Group(identities[:3], tmp_path, passes=passes)
-    deaf = group.peers[0]
+    deaf, knows = group.peers[0], group.peers[2]
     record_of(group, asyncio.run(group.run()))
+    assert asked[knows] == 2

@@ -429,8 +429,8 @@ class Attempt:
         """Wait until more than half of the voters near us hold our means, and of the rows opposite,
         or a reducer is found that gave somebody other ones.
 
-        A member that voted counts as it voted; one that is gone, or aborted, not at all, once it
-        was compared with. A member that waits in vain until the exchange ends votes for its means.
+        One that is gone, aborted or voted otherwise does not count, unless it is being compared
+        with. A member that waits in vain until the exchange ends votes for its means.
         """
         words = await self._tell_words()
         lines = [set(self._group.row), set(self._group.opposite)]
@@ -473,9 +473,9 @@ class Attempt:
 
     async def _ask_for_decision(self) -> None:
         """Ask all again and again: the vote that decides may reach one after it was asked."""
-        nearest = random.sample(self._nearest, len(self._nearest))
-        for turn, peer in enumerate(itertools.cycle(nearest), len(nearest)):
-            await asyncio.sleep(self._limits.silence_s / 4 * (turn // len(nearest)))
+        others = random.sample(self._nearest, len(self._nearest))
+        for turn, peer in enumerate(itertools.cycle(others), len(others)):
+            await asyncio.sleep(self._limits.silence_s / 4 * min(4, turn // len(others)))
             self._group.spawn(self._ask_for_votes(peer))
 
     async def _ask_for_votes(self, peer: str) -> None:

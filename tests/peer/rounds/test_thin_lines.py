@@ -136,7 +136,7 @@ def test_who_compares_means_over_a_slow_line_votes_as_those_who_found_two_of_one
 def test_who_heard_of_no_decision_asks_all_again(
     identities: list[Identity], tmp_path: Path
 ) -> None:
-    """Whom it asked may not have heard of it either; and whom others miss may know."""
+    """Whom it asked may not have heard of it either."""
     asked = Counter[str]()
 
     def passes(sender: str, receiver: str, kind: str) -> bool:

@@ -395,6 +395,16 @@ def record_of(group: Group, results: list[AttemptResult | None]) -> RoundRecord:
     return parse_record(ended[0].record or b"", group.codec)
 
 
+def assert_two_faced_is_named(group: Group, liar: str) -> None:
+    """All others void the attempt at once, and would leave this one out of a repeated one."""
+    started = time.monotonic()
+    results = asyncio.run(group.run())
+    ended = [result for peer, result in zip(group.peers, results, strict=True) if peer != liar]
+    assert verdicts(ended) == {Verdict.VOID}
+    assert blamed(ended) == [liar]
+    assert time.monotonic() - started < PATIENT_S / 2, "the time of the exchange was waited out"
+
+
 def blamed(results: list[AttemptResult | None]) -> list[str]:
     """Whom a repeated attempt would leave out."""
     ended = [result for result in results if result]

@@ -45,6 +45,7 @@ import torch
 from torch import Tensor
 
 from dilocox.dht.manifest_sections import RobustRule
+from dilocox.peer.rounds.standing import MOST_WEIGHT
 
 JUDGED: tuple[RobustRule, ...] = ("gate", "centered")  # with these members judge reducers
 LEAST_GATED = 4  # voters: of three, two would leave out the third
@@ -55,6 +56,7 @@ LONGEST_ROW = 2.0  # times one's own row's mean
 MOST_LONGER = 4.0  # than the other means, each beside one's own values there
 CHANCE = 3.0  # deviations: what lies along something by less does so by chance
 CLEAR = 4.0  # times chance, that one's own values alone make a mean lie along them
+FEWEST = 1 / 8  # of the voters' median tokens: who made less is expected no nearer
 
 T = TypeVar("T")
 
@@ -75,21 +77,23 @@ class Belief:
 def belief(
     rule: RobustRule,
     weights: Sequence[float],
+    tokens: Sequence[float],
     norms: Sequence[float],
     votes: Sequence[bool],
     products: Callable[[list[int]], Tensor],
 ) -> Belief:
     """Of which parts a mean is made.
 
-    weights: what each member counts. norms: of the parts, in L2. votes: whether each part's member
-    votes; where none does, all are judges. products: of the parts and the coordinate-wise median of
-    those at these places with each other, float64 [m + 1, m + 1], the median last; called where
-    they are needed.
+    weights: what each member counts. tokens: from which it made its part, as it says. norms: of the
+    parts, in L2. votes: whether each part's member votes; where none does, all are judges.
+    products: of the parts and the coordinate-wise median of those at these places with each other,
+    float64 [m + 1, m + 1], the median last; called where they are needed.
     """
     everybody = list(range(len(norms)))
     if rule == "none" or len(norms) == 1:
         return _shortened(everybody, weights, [1.0] * len(norms))
     judges, believed = [n for n in everybody if votes[n]] or everybody, everybody
+    pace = _paces(tokens, judges)
     enough = len(judges) >= LEAST_GATED
     if rule in JUDGED and (enough or (rule == "gate" and len(judges) < len(norms))):
         found = products(judges)
@@ -99,9 +103,16 @@ def belief(
             enough = enough and any(goes[n] for n in judges)
             believed = [n for n in everybody if goes[n] or (n in judges and not enough)]
         if enough:
-            return _centered(believed, weights, judges, found)
-    limit = median(norms[n] for n in judges if n in believed)
-    return _shortened(believed, weights, _drawn(limit, norms))
+            return _centered(believed, weights, judges, found, pace)
+    lengths = [norm / each for norm, each in zip(norms, pace, strict=True)]
+    limit = median(lengths[n] for n in judges if n in believed)
+    return _shortened(believed, weights, _drawn(limit, lengths))
+
+
+def _paces(tokens: Sequence[float], judges: Sequence[int]) -> list[float]:
+    """How far each is expected to be from where it began, beside a usual judge."""
+    usual = median(tokens[n] for n in judges)
+    return [math.sqrt(min(MOST_WEIGHT, max(FEWEST, each / usual))) for each in tokens]
 
 
 def _along(along: Sequence[float], norms: Sequence[float], judges: Sequence[int]) -> list[bool]:
@@ -126,10 +137,15 @@ def _drawn(limit: float, lengths: Sequence[float]) -> list[float]:
 
 
 def _centered(
-    believed: list[int], weights: Sequence[float], judges: Sequence[int], products: Tensor
+    believed: list[int],
+    weights: Sequence[float],
+    judges: Sequence[int],
+    products: Tensor,
+    paces: Sequence[float],
 ) -> Belief:
     """Centered clipping of the believed parts, in their products alone: a point that begins at the
-    median moves five times to the mean of them, each at most the judges' median distance away.
+    median moves five times to the mean of them, each at most the judges' median distance away from
+    the point times its pace, and that times its pace.
 
     Of all judges, and no more than at the step before: what is left out, or a point that follows
     liars, must not make it larger.
@@ -137,6 +153,8 @@ def _centered(
     share = torch.zeros(len(weights), dtype=torch.float64)
     share[believed] = torch.tensor(weights, dtype=torch.float64)[believed]
     share /= share.sum()
+    pace = torch.tensor(paces, dtype=torch.float64)
+    pace /= share @ pace  # so that the mean of all is where the point stays
     squares = products.diag()[:-1]
     rounding = ROUNDING * median(_floats(squares[judges].sqrt()))
     point = torch.zeros(len(products), dtype=torch.float64)
@@ -144,11 +162,12 @@ def _centered(
     limit, by = math.inf, list[float]()
     for _ in range(STEPS):
         along = products @ point
-        away = _floats((squares - 2 * along[:-1] + point @ along).clamp(min=0.0).sqrt())
+        apart = squares - 2 * pace * along[:-1] + pace.square() * (point @ along)
+        away = _floats(apart.clamp(min=0.0).sqrt() / pace)
         limit = min(limit, median(away[n] for n in judges) + rounding)
         by = _drawn(limit, away)
         moved = share * torch.tensor(by, dtype=torch.float64)
-        point *= 1 - moved.sum()
+        point *= 1 - moved @ pace
         point[:-1] += moved
     *parts, middle = _floats(point)
     return Belief([n for n in believed if by[n]], parts, middle)

@@ -64,12 +64,15 @@ class Reduction:
         numel: int,
         rule: RobustRule,
         voters: Collection[str] = (),
+        tokens: Mapping[str, int] | None = None,
     ):
         """weight: what each member of the row counts. codec: in which the values come. rule: how
-        far they are believed, by what the voters send; without any, by what all do.
+        far they are believed, by what the voters send; without any, by what all do. tokens: that
+        each states; its weight if left out.
         """
         self._codec = codec
         self._weight = weight
+        self._tokens = weight if tokens is None else tokens
         self._numel = numel
         self._rule: RobustRule = rule
         self._voters = voters
@@ -114,8 +117,9 @@ class Reduction:
             self._codec.decode_together(parts, self._numel, measure)
             return found.total
 
-        weights, norms = ([of[name] for name in names] for of in (self._weight, self._norms))
-        how = belief(self._rule, weights, norms, votes, products)
+        stated = self._weight, self._tokens, self._norms
+        weights, tokens, norms = ([of[name] for name in names] for of in stated)
+        how = belief(self._rule, weights, tokens, norms, votes, products)
 
         def average(place: slice, values: Tensor) -> None:
             mean[place] = weighted_sum(values, mean[place], how)
@@ -219,7 +223,7 @@ class Shares:
         self._weight = bounded_weights(tokens, setup.credited)
         row = {peer: self._weight[peer] for peer in setup.grid.row(setup.me)}
         self.columns = {  # those that this member averages over its row
-            column: Reduction(codec, row, numel, setup.robust, setup.voters)
+            column: Reduction(codec, row, numel, setup.robust, setup.voters, tokens)
             for column in setup.columns
             if setup.collector(column) == setup.me
             if (numel := setup.span(column).stop - setup.span(column).start)

@@ -47,8 +47,9 @@ def reduced(
     voters: Sequence[str] = (),
 ) -> RowMean:
     codec = GroupCodec(bits, workers=Workers(threads))
-    weight = bounded_weights(dict(zip(names, tokens, strict=False)), {})
-    reduction = Reduction(codec, weight, sent[0].numel(), rule, voters)
+    stated = dict(zip(names, tokens, strict=False))
+    weight = bounded_weights(stated, {})
+    reduction = Reduction(codec, weight, sent[0].numel(), rule, voters, stated)
     for name, values in zip(names, sent, strict=True):
         reduction.add(name, encode(codec, values))
     found = reduction.finish()
@@ -176,18 +177,25 @@ def test_a_part_is_left_out_that_goes_against_the_median_by_a_quarter_of_the_usu
     norms = [1.0, 1.0, 1.0, 4.0]
     products = torch.diag(torch.tensor([*norms, 1.0], dtype=torch.float64).square())
     products[-1, :-1] = products[:-1, -1] = torch.tensor(along)
-    assert belief("gate", [1.0] * 4, norms, [True] * 4, lambda _: products).believed == believed
+    even = [1.0] * 4
+    assert belief("gate", even, even, norms, [True] * 4, lambda _: products).believed == believed
 
 
-def clipped_about_the_median(sent: Tensor, weights: Sequence[int], voters: Sequence[int]) -> Tensor:
+def clipped_about_the_median(
+    sent: Tensor, tokens: Sequence[int], weights: Sequence[int], voters: Sequence[int]
+) -> Tensor:
     """Centered clipping in the values themselves, as its papers have it, by distances that do not
-    grow.
+    grow, of members that are expected at the root of their tokens times the point.
     """
-    centre, shares = median_of(sent[voters]).double(), torch.tensor(weights) / sum(weights)
+    centre, shares = median_of(sent[voters]).double(), torch.tensor(weights).double()
+    shares /= shares.sum()
+    stated = torch.tensor(tokens, dtype=torch.float64)
+    pace = (stated / stated[voters].quantile(0.5)).clamp(1 / 8, 2).sqrt()
+    pace /= shares @ pace
     limit = torch.tensor(torch.inf, dtype=torch.float64)
     for _ in range(5):
-        away = sent.double() - centre
-        norms = away.norm(dim=1)
+        away = sent.double() - pace[:, None] * centre
+        norms = away.norm(dim=1) / pace
         limit = torch.minimum(limit, norms[voters].quantile(0.5))
         centre = centre + (shares[:, None] * away * (limit / norms).clamp(max=1)[:, None]).sum(0)
     return centre.float()
@@ -195,14 +203,50 @@ def clipped_about_the_median(sent: Tensor, weights: Sequence[int], voters: Seque
 
 @pytest.mark.parametrize("rule", ["gate", "centered"])
 @pytest.mark.parametrize("voters", [8, 5])
+@pytest.mark.parametrize("tokens", [(1,) * 8, (3, 1, 1, 2, 1, 1, 2, 1), (1, 8, 8, 8, 4, 2, 8, 99)])
 def test_whom_the_gate_believes_are_clipped_about_their_median(
-    rule: RobustRule, voters: int
+    rule: RobustRule, voters: int, tokens: Sequence[int]
 ) -> None:
-    sent, tokens = parts(5.0), (3, 1, 1, 2, 1, 1, 2, 1)
+    sent = parts(5.0)
     found = reduced(rule, list(sent), tokens=tokens, voters=MEMBERS[:voters])
     weights = [*bounded_weights(dict(zip(MEMBERS, tokens, strict=True)), {}).values()]
-    expected = clipped_about_the_median(sent, weights, range(voters))
+    expected = clipped_about_the_median(sent, tokens, weights, range(voters))
     torch.testing.assert_close(found.values, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["gate", "centered", "clip"])
+def test_honest_members_of_unlike_speeds_are_averaged_nearly_as_if_all_were_believed(
+    rule: RobustRule,
+) -> None:
+    """As far as their steps lead, which add up along the way, and by their root beside it."""
+    draw = torch.Generator().manual_seed(4)
+    tokens = (8, 6, 4, 2) * 2
+    steps = torch.tensor(tokens)[:, None]
+    way, noise = torch.randn(4000, generator=draw), torch.randn(8, 4000, generator=draw)
+    sent = list(0.05 * steps * way + steps.sqrt() * noise)
+    plain = reduced("none", sent, tokens=tokens).values
+    judged = reduced(rule, sent, tokens=tokens).values
+    along = float(judged @ way / (plain @ way))
+    assert 0.985 < along < 1.015, f"{along:.3f} of the way"
+
+
+def test_a_newcomer_is_expected_as_far_as_its_tokens_and_not_its_weight() -> None:
+    """Whose weight grows over its first records, while it makes as many steps as the others."""
+    sent = list(parts(1.0))
+    codec, weight = GroupCodec(32), dict.fromkeys(MEMBERS, 11) | {LIAR: 1}
+    found = list[Tensor]()
+    for tokens in (dict.fromkeys(MEMBERS, 100), weight):
+        reduction = Reduction(codec, weight, sent[0].numel(), "gate", HONEST, tokens)
+        for name, values in zip(MEMBERS, sent, strict=True):
+            reduction.add(name, encode(codec, values))
+        mean = reduction.finish()
+        assert mean is not None
+        found.append(mean.values)
+    expected = clipped_about_the_median(
+        torch.stack(sent), [100] * 8, [*weight.values()], range(1, 8)
+    )
+    torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(found[0], found[1], rtol=1e-4, atol=1e-5)
 
 
 def test_two_that_go_their_own_way_move_a_gated_mean_less_than_one_that_is_only_shortened() -> None:

@@ -2,14 +2,15 @@
 what the rules do to honest members that have little or other data.
 
     python benchmarks/attacks.py [--part liars] [--seeds 3] [--rounds 30] [--codec defaults]
-                                 [--rules gate] [--uneven] [--processes 2] [--quick] [--json]
-                                 [--out DIR]
+                                 [--rules gate] [--uneven fastest] [--processes 2] [--quick]
+                                 [--json] [--out DIR]
 
 Eight workers train one small model in one process, as in benchmarks/convergence.py, under the rules
 that a manifest may name (`rounds.robust`; peer/rounds/robust.py); every worker reduces one part of
-each phase, by itself. One or two of the eight lie. Figures are how far the validation loss at the
-end is above that of the honest run in which everybody is believed, from the same seed; and, of the
-honest runs, how many bytes and seconds of a processor more the exchanges took.
+each phase, by itself. One or two of the eight lie, or are absent, which tells what their tokens are
+worth. Figures are how far the validation loss at the end is above that of the honest run in which
+everybody is believed, from the same seed; and, of the honest runs, how many bytes and seconds of a
+processor more the exchanges took.
 
 Nobody lies in the second table (--part unusual), and the first worker is another one than the rest,
 which learn from the source code of Python's library: it makes a tenth of the inner steps, or learns
@@ -19,9 +20,10 @@ the shares of values that the gate left out, and of those in a mean that were mo
 from it as the median member's, of this worker and of the others, the rounds whose average mostly
 lacked its values, and how often the chain would have had it sit out for that.
 
---uneven: the workers of the first table make a quarter of the inner steps to all of them, and the
-first liar makes all. --quick: one seed, five rows of liars, two rules (two minutes; seconds with
---rounds 3). --json: one line and nothing else.
+--uneven: the workers of the first table make a quarter of the inner steps to all of them; the two
+liars make all and three quarters (fastest), 35 % of what all make, or three quarters and a half
+(usual), 25 %. --quick: one seed, five rows, two rules (two minutes; seconds with --rounds 3).
+--json: one line and nothing else.
 """
 
 from __future__ import annotations
@@ -51,6 +53,8 @@ HONEST = "nobody"
 WORKERS = 8
 ATTACKS: dict[str, Attack | None] = {
     HONEST: None,
+    "1 is absent": Attack(kind="absent", liars=1),
+    "2 are absent": Attack(kind="absent", liars=2),
     "1 flips, times ten": Attack(kind="flip", liars=1, factor=10.0),
     "2 flip, times ten": Attack(kind="flip", liars=2, factor=10.0),
     "2 flip": Attack(kind="flip", liars=2),
@@ -73,6 +77,7 @@ QUICK = (
     "1 reduces, reversed",
     "1 reduces, biased",
 )
+UNEVEN = ("fastest", "usual")  # who lies among workers of unlike speeds
 TENTH = 10  # of the inner steps of others, which are as many
 UNUSUAL: dict[str, dict[str, Any]] = {
     HONEST: {},
@@ -112,9 +117,10 @@ def found_of(
     return found
 
 
-def uneven(world: World) -> tuple[int, ...]:
+def uneven(world: World, liars: str) -> tuple[int, ...]:
     """Inner steps of each worker in a round: all, three quarters, half and a quarter, in turn."""
-    return tuple(max(1, world.inner_steps * (4 - place % 4) // 4) for place in range(world.workers))
+    places = range(UNEVEN.index(liars), UNEVEN.index(liars) + world.workers)
+    return tuple(max(1, world.inner_steps * (4 - place % 4) // 4) for place in places)
 
 
 def over(found: Found) -> dict[str, dict[str, float]]:
@@ -231,7 +237,7 @@ def main() -> None:
     made.add_argument(
         "--rules", nargs="+", choices=RULES, default=RULES, help="these rules, beside none"
     )
-    made.add_argument("--uneven", action="store_true", help="workers of unlike speeds")
+    made.add_argument("--uneven", choices=UNEVEN, help="workers of unlike speeds; these lie")
     made.add_argument("--processes", type=int, default=2)
     made.add_argument("--json", action="store_true", help="one line of JSON and nothing else")
     options = made.parse_args()
@@ -246,7 +252,9 @@ def main() -> None:
             unwanted = set(RULES[1:]) - set(("gate",) if options.quick else options.rules)
             names: list[RobustRule] = [each for each in RULES if each not in unwanted]
             attacks = QUICK if options.quick else tuple(ATTACKS)
-            played = replace(world, paces=uneven(world)) if options.uneven else world
+            played = world
+            if options.uneven is not None:
+                played = replace(world, paces=uneven(world, options.uneven))
             found = found_of(runner, played, rules(world)[codec], attacks, names, seeds)
             told |= {"loss": over(found), **costs(found)}
             if report is not None:

@@ -26,12 +26,13 @@ class Attack:
 
     kind: `flip` the sign; `noise` of the norm that their message has; `constant`, the same value
         everywhere, of that norm; `little`: the honest mean less `factor` standard deviations of
-        each value, which no single value gives away (arXiv 1902.06156); `reverse` the mean of the
-        part that they reduce; `bias` it by a constant of its norm. factor: of all that.
+        each value, which no single value gives away (arXiv 1902.06156); `absent`, nothing, as if
+        they were not there; `reverse` the mean of the part that they reduce; `bias` it by a
+        constant of its norm. factor: of all that.
     weight: what they state, an honest worker's being 1.
     """
 
-    kind: Literal["flip", "noise", "constant", "little", "reverse", "bias"]
+    kind: Literal["flip", "noise", "constant", "little", "absent", "reverse", "bias"]
     liars: int
     factor: float = 1.0
     weight: int = 1
@@ -63,8 +64,8 @@ class Attack:
                     message.fill_(self.factor * norm / math.sqrt(message.numel()))
                 case "little":
                     message.copy_(honest.mean(dim=0) - self.factor * honest.std(dim=0))
-                case "reverse" | "bias":
-                    pass  # it sends what it learnt
+                case "absent" | "reverse" | "bias":
+                    pass  # it sends what it learnt, if anything
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +124,8 @@ class AttackedSwarm(LocalSwarm):
         self, messages: Sequence[Tensor], weight: Mapping[str, int]
     ) -> tuple[list[Tensor], list[list[slice]]]:
         """The attempt in which no half of the members finds a reducer against it any more."""
-        self._members = list(range(len(messages)))
+        absent = self._attack.liars if self._attack.kind == "absent" else 0
+        self._members = list(range(absent, len(messages)))
         while True:
             self._alike = defaultdict(dict)
             stated = {

@@ -15,7 +15,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dilocox.peer.rounds.robust import JUDGED, LEAST_GATED, Likeness, likeness, not_of_ours
+from dilocox.peer.rounds.robust import (
+    JUDGED,
+    LEAST_GATED,
+    Likeness,
+    likeness,
+    not_of_ours,
+    paces,
+)
 from dilocox.peer.rounds.standing import Standing, bounded_weights, following_standings
 from dilocox.peer.training.local_swarm import LocalSwarm
 
@@ -98,7 +105,7 @@ class AttackedSwarm(LocalSwarm):
         self.exchange_s = 0.0
 
     def hearing(self, worker: int) -> Hearing:
-        """How far a worker was believed, in a swarm in which none is absent."""
+        """How far a worker was believed, in a swarm in which all take part."""
         noted = self._noted
         sent = max(1, noted["sent", worker])
         return Hearing(
@@ -162,7 +169,7 @@ class AttackedSwarm(LocalSwarm):
     ) -> tuple[Tensor, Sequence[str]]:
         """What the reducer returns for the mean of its part, and who is in it."""
         mean, heard = super().reduce(phase, reducer, values, weight)
-        self._note(mean, values, heard)
+        self._note(mean, values, weight, heard)
         if self._lies(self._members[reducer]) and self._attack.reduces:
             mean = self._attack.returned(mean)
         total = sum(weight[name] for name in heard)
@@ -173,9 +180,22 @@ class AttackedSwarm(LocalSwarm):
                 self._alike[phase, member][self._members[reducer]] = beside
         return mean, heard
 
-    def _note(self, mean: Tensor, values: Mapping[str, Tensor], heard: Sequence[str]) -> None:
-        """Count what is in a mean; distances are of what was sent before the codec changed it."""
-        away = {name: float((own - mean).norm()) for name, own in values.items()}
+    def _note(
+        self,
+        mean: Tensor,
+        values: Mapping[str, Tensor],
+        weight: Mapping[str, int],
+        heard: Sequence[str],
+    ) -> None:
+        """Count what is in a mean; distances, over the paces from where each is expected, are of
+        what was sent before the codec changed it.
+        """
+        stated = [weight[name] for name in values]
+        pace = dict(zip(values, paces(stated, range(len(stated))), strict=True))
+        usual = sum(weight[n] * pace[n] for n in heard) / sum(weight[n] for n in heard)
+        away = {
+            name: float((own / pace[name] - mean / usual).norm()) for name, own in values.items()
+        }
         limit = median(away[name] for name in heard)
         for name, own in values.items():
             worker = self._members[int(name)]

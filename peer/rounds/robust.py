@@ -9,6 +9,12 @@ rules alone; shares.py has the parts that they judge.
     clip      parts longer than the median one are shortened to it, wherever they go.
     none      everybody is believed.
 
+Who made more steps than most went further, in its way and in its noise, and is no liar for that.
+So each has a pace, the root of the tokens that it states over the voters' median ones, as noise
+grows. It is expected at its pace times the mean, and may be its pace times as far from there as
+another; a length is taken over the pace, too. But nobody may move a mean by more than twice what a
+usual voter may, in which its weight and how far away it may be count together.
+
 A member that sends ten times its update with the sign flipped would turn a run around; with the
 gate one of eight members costs nothing that can be measured, and two of eight little
 (docs/results.md); half of the voters can do anything. Shortening alone bounds how far a liar goes,
@@ -93,7 +99,7 @@ def belief(
     if rule == "none" or len(norms) == 1:
         return _shortened(everybody, weights, [1.0] * len(norms))
     judges, believed = [n for n in everybody if votes[n]] or everybody, everybody
-    pace = _paces(tokens, judges)
+    pace = paces(tokens, judges)
     enough = len(judges) >= LEAST_GATED
     if rule in JUDGED and (enough or (rule == "gate" and len(judges) < len(norms))):
         found = products(judges)
@@ -106,13 +112,21 @@ def belief(
             return _centered(believed, weights, judges, found, pace)
     lengths = [norm / each for norm, each in zip(norms, pace, strict=True)]
     limit = median(lengths[n] for n in judges if n in believed)
-    return _shortened(believed, weights, _drawn(limit, lengths))
+    return _shortened(believed, weights, _drawn(limit, lengths, _excess(weights, pace, judges)))
 
 
-def _paces(tokens: Sequence[float], judges: Sequence[int]) -> list[float]:
-    """How far each is expected to be from where it began, beside a usual judge."""
+def paces(tokens: Sequence[float], judges: Sequence[int]) -> list[float]:
+    """How far each is expected to have come, beside a usual one of these judges."""
     usual = median(tokens[n] for n in judges)
     return [math.sqrt(min(MOST_WEIGHT, max(FEWEST, each / usual))) for each in tokens]
+
+
+def _excess(weights: Sequence[float], paces: Sequence[float], judges: Sequence[int]) -> list[float]:
+    """By how many times each would move a mean further than it may, if it were as far away as its
+    pace lets it be: twice what a usual judge may.
+    """
+    most = MOST_WEIGHT * median(weights[n] for n in judges)
+    return [max(1.0, each * pace / most) for each, pace in zip(weights, paces, strict=True)]
 
 
 def _along(along: Sequence[float], norms: Sequence[float], judges: Sequence[int]) -> list[bool]:
@@ -131,9 +145,12 @@ def _shortened(believed: list[int], weights: Sequence[float], by: Sequence[float
     return Belief([n for n in believed if by[n]], parts)
 
 
-def _drawn(limit: float, lengths: Sequence[float]) -> list[float]:
-    """By what to multiply what is so long, that nothing is longer than the limit."""
-    return [limit / each if each > limit else 1.0 for each in lengths]
+def _drawn(limit: float, lengths: Sequence[float], excess: Sequence[float]) -> list[float]:
+    """By what to multiply each, that none is longer than the limit over its excess."""
+    most = [limit / each for each in excess]
+    return [
+        each / length if length > each else 1.0 for length, each in zip(lengths, most, strict=True)
+    ]
 
 
 def _centered(
@@ -144,8 +161,9 @@ def _centered(
     paces: Sequence[float],
 ) -> Belief:
     """Centered clipping of the believed parts, in their products alone: a point that begins at the
-    median moves five times to the mean of them, each at most the judges' median distance away from
-    the point times its pace, and that times its pace.
+    median moves five times to the mean of them, in which each is drawn to its pace times the point,
+    as far as it is further from there than its pace times the judges' median distance (which is
+    one over the pace, too), or its excess forbids.
 
     Of all judges, and no more than at the step before: what is left out, or a point that follows
     liars, must not make it larger.
@@ -153,8 +171,8 @@ def _centered(
     share = torch.zeros(len(weights), dtype=torch.float64)
     share[believed] = torch.tensor(weights, dtype=torch.float64)[believed]
     share /= share.sum()
-    pace = torch.tensor(paces, dtype=torch.float64)
-    pace /= share @ pace  # so that the mean of all is where the point stays
+    pace, excess = torch.tensor(paces, dtype=torch.float64), _excess(weights, paces, judges)
+    pace /= share @ pace  # or the mean of all would not be where the point stays
     squares = products.diag()[:-1]
     rounding = ROUNDING * median(_floats(squares[judges].sqrt()))
     point = torch.zeros(len(products), dtype=torch.float64)
@@ -165,7 +183,7 @@ def _centered(
         apart = squares - 2 * pace * along[:-1] + pace.square() * (point @ along)
         away = _floats(apart.clamp(min=0.0).sqrt() / pace)
         limit = min(limit, median(away[n] for n in judges) + rounding)
-        by = _drawn(limit, away)
+        by = _drawn(limit, away, excess)
         moved = share * torch.tensor(by, dtype=torch.float64)
         point *= 1 - moved @ pace
         point[:-1] += moved

@@ -68,7 +68,7 @@ class Reduction:
     ):
         """weight: what each member of the row counts. codec: in which the values come. rule: how
         far they are believed, by what the voters send; without any, by what all do. tokens: that
-        each states; its weight if left out.
+        each states; its weight if left out, as where nobody is on probation.
         """
         self._codec = codec
         self._weight = weight

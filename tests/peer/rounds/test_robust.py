@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import get_args
+from pathlib import Path
+from typing import TypeVar, get_args
 
 import pytest
 import torch
@@ -16,12 +18,16 @@ from benchmarks.convergence_rules import DEFAULTS, TWO_BIT, WORLD, rules
 from benchmarks.simulated_swarm import Trial, run_trials
 from dilocox.compression.group_quantization import GroupCodec
 from dilocox.compression.workers import PIECE, Workers
+from dilocox.dht.identity import Identity
 from dilocox.dht.manifest_sections import RobustRule
 from dilocox.peer.rounds.robust import Likeness, belief, likeness, median_of, not_of_ours
-from dilocox.peer.rounds.shares import Reduction, RowMean, combine, encode
+from dilocox.peer.rounds.shares import Reduction, RowMean, Shares, combine, encode
+from dilocox.peer.rounds.signed_means import MeanSeal
 from dilocox.peer.rounds.standing import bounded_weights
+from tests.peer.members import Group
 from tests.sweeps import sweep
 
+T = TypeVar("T")
 RULES: tuple[RobustRule, ...] = get_args(RobustRule)
 MEMBERS = "abcdefgh"
 LIAR, HONEST = MEMBERS[0], MEMBERS[1:]
@@ -52,9 +58,7 @@ def reduced(
     reduction = Reduction(codec, weight, sent[0].numel(), rule, voters, stated)
     for name, values in zip(names, sent, strict=True):
         reduction.add(name, encode(codec, values))
-    found = reduction.finish()
-    assert found is not None
-    return found
+    return require(reduction.finish())
 
 
 @pytest.mark.parametrize("bits", [4, 32])
@@ -185,25 +189,37 @@ def clipped_about_the_median(
     sent: Tensor, tokens: Sequence[int], weights: Sequence[int], voters: Sequence[int]
 ) -> Tensor:
     """Centered clipping in the values themselves, as its papers have it, by distances that do not
-    grow, of members that are expected at the root of their tokens times the point.
+    grow, of members that are expected at the root of their tokens times the point; none counts more
+    than two usual ones.
     """
     centre, shares = median_of(sent[voters]).double(), torch.tensor(weights).double()
     shares /= shares.sum()
     stated = torch.tensor(tokens, dtype=torch.float64)
     pace = (stated / stated[voters].quantile(0.5)).clamp(1 / 8, 2).sqrt()
+    most = 2 * torch.tensor(weights).double()[voters].quantile(0.5)
+    excess = (torch.tensor(weights) * pace / most).clamp(min=1)
     pace /= shares @ pace
     limit = torch.tensor(torch.inf, dtype=torch.float64)
     for _ in range(5):
         away = sent.double() - pace[:, None] * centre
         norms = away.norm(dim=1) / pace
         limit = torch.minimum(limit, norms[voters].quantile(0.5))
-        centre = centre + (shares[:, None] * away * (limit / norms).clamp(max=1)[:, None]).sum(0)
+        by = (limit / norms / excess).clamp(max=1)
+        centre = centre + (shares[:, None] * away * by[:, None]).sum(0)
     return centre.float()
 
 
 @pytest.mark.parametrize("rule", ["gate", "centered"])
 @pytest.mark.parametrize("voters", [8, 5])
-@pytest.mark.parametrize("tokens", [(1,) * 8, (3, 1, 1, 2, 1, 1, 2, 1), (1, 8, 8, 8, 4, 2, 8, 99)])
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        (1,) * 8,
+        (3, 1, 1, 2, 1, 1, 2, 1),
+        (1, 16, 16, 16, 4, 2, 16, 99),
+        (2, 1, 2, 4, 2, 16, 16, 99),
+    ],
+)
 def test_whom_the_gate_believes_are_clipped_about_their_median(
     rule: RobustRule, voters: int, tokens: Sequence[int]
 ) -> None:
@@ -214,39 +230,60 @@ def test_whom_the_gate_believes_are_clipped_about_their_median(
     torch.testing.assert_close(found.values, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("rule", ["gate", "centered", "clip"])
-def test_honest_members_of_unlike_speeds_are_averaged_nearly_as_if_all_were_believed(
-    rule: RobustRule,
+@pytest.mark.parametrize(
+    ("rule", "common", "least"),
+    [("gate", 0.05, 0.985), ("centered", 0.4, 0.985), ("clip", 0.05, 0.97), ("clip", 0.4, 0.9)],
+)
+def test_honest_members_of_unlike_speeds_are_not_held_back(
+    rule: RobustRule, common: float, least: float
 ) -> None:
     """As far as their steps lead, which add up along the way, and by their root beside it."""
     draw = torch.Generator().manual_seed(4)
     tokens = (8, 6, 4, 2) * 2
     steps = torch.tensor(tokens)[:, None]
     way, noise = torch.randn(4000, generator=draw), torch.randn(8, 4000, generator=draw)
-    sent = list(0.05 * steps * way + steps.sqrt() * noise)
+    sent = list(common * steps * way + steps.sqrt() * noise)
     plain = reduced("none", sent, tokens=tokens).values
     judged = reduced(rule, sent, tokens=tokens).values
     along = float(judged @ way / (plain @ way))
-    assert 0.985 < along < 1.015, f"{along:.3f} of the way"
+    assert least < along < 1.015, f"{along:.3f} of the way"
+
+
+@pytest.mark.parametrize("rule", ["gate", "centered", "clip"])
+def test_a_pace_that_is_only_stated_moves_a_mean_no_further_than_its_weight(
+    rule: RobustRule,
+) -> None:
+    """Two of eight go their own way, which the gate believes, and state ten times their tokens."""
+    draw = torch.Generator().manual_seed(6)
+    sent = torch.randn(4000, generator=draw) + torch.randn(8, 4000, generator=draw)
+    honest = sent[2:].mean(dim=0)
+    sent[:2] = 10 * float(sent[2:].norm(dim=1).median()) / 4000**0.5
+    tokens = (10, 10, *[1] * 6)
+    weight = bounded_weights(dict(zip(MEMBERS, tokens, strict=True)), {})
+    found = list[float]()
+    for stated in (dict(zip(MEMBERS, tokens, strict=True)), dict.fromkeys(MEMBERS, 1)):
+        reduction = Reduction(GroupCodec(32), weight, 4000, rule, (), stated)
+        for name, values in zip(MEMBERS, sent, strict=True):
+            reduction.add(name, encode(GroupCodec(32), values))
+        mean = require(reduction.finish())
+        assert mean.contributors == tuple(MEMBERS)
+        found.append(float((mean.values - honest).norm()))
+    assert found[0] < 1.15 * found[1]
 
 
 def test_a_newcomer_is_expected_as_far_as_its_tokens_and_not_its_weight() -> None:
     """Whose weight grows over its first records, while it makes as many steps as the others."""
     sent = list(parts(1.0))
     codec, weight = GroupCodec(32), dict.fromkeys(MEMBERS, 11) | {LIAR: 1}
-    found = list[Tensor]()
-    for tokens in (dict.fromkeys(MEMBERS, 100), weight):
-        reduction = Reduction(codec, weight, sent[0].numel(), "gate", HONEST, tokens)
-        for name, values in zip(MEMBERS, sent, strict=True):
-            reduction.add(name, encode(codec, values))
-        mean = reduction.finish()
-        assert mean is not None
-        found.append(mean.values)
-    expected = clipped_about_the_median(
-        torch.stack(sent), [100] * 8, [*weight.values()], range(1, 8)
+    reduction = Reduction(
+        codec, weight, sent[0].numel(), "gate", HONEST, dict.fromkeys(MEMBERS, 100)
     )
-    torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(found[0], found[1], rtol=1e-4, atol=1e-5)
+    for name, values in zip(MEMBERS, sent, strict=True):
+        reduction.add(name, encode(codec, values))
+    found = require(reduction.finish())
+    everybody = torch.stack(sent), [100] * 8, [*weight.values()], range(1, 8)
+    expected = clipped_about_the_median(*everybody)
+    torch.testing.assert_close(found.values, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_two_that_go_their_own_way_move_a_gated_mean_less_than_one_that_is_only_shortened() -> None:
@@ -309,7 +346,7 @@ def judged(sent: Tensor, spoil: Callable[[Tensor, Tensor], Tensor], *, columns: 
     return against
 
 
-def require(found: Likeness | None) -> Likeness:
+def require(found: T | None) -> T:
     assert found is not None
     return found
 
@@ -357,3 +394,25 @@ def test_half_of_the_members_find_a_mean_that_is_not_theirs(
     count: int, numel: int, spoil: Callable[[Tensor, Tensor], Tensor]
 ) -> None:
     assert 2 * judged(members_of(count, 8 * numel, 0.1), spoil, columns=8) >= count
+
+
+def test_members_of_a_group_are_expected_by_their_tokens(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    """Not by their weight, of which those that are new have little."""
+    group = Group(identities[:4], tmp_path, passes=lambda *_: True, scheme="dense", robust="gate")
+    me, new = group.peers[0], group.peers[3]
+    setup = replace(group.setups[me], credited=dict.fromkeys(group.peers, 9) | {new: 0})
+    shares = Shares(setup, asyncio.to_thread, MeanSeal(group.identities[0], group.ballot))
+    column, asked = next(iter(shares.columns.items()))
+    tokens = dict(zip(group.peers, group.tokens, strict=True))
+    codec, span = setup.phases[0].codec, setup.span(column)
+    numel = span.stop - span.start
+    weight = bounded_weights(tokens, setup.credited)
+    known = Reduction(codec, weight, numel, "gate", setup.voters, tokens)
+    draw = torch.Generator().manual_seed(7)
+    for peer in group.peers:
+        payload = encode(codec, torch.randn(numel, generator=draw))
+        for each in (asked, known):
+            each.add(peer, payload)
+    assert torch.equal(require(asked.finish()).values, require(known.finish()).values)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from itertools import groupby
 from types import TracebackType
 
-import torch
-
 from benchmarks.convergence_rules import candidates, rules, setting
+from benchmarks.pool import pool
 from benchmarks.report import Column, Report
 from benchmarks.simulated_swarm import Outcome, Rule, Trial, World, run_trials
 
@@ -28,12 +25,7 @@ class Runner:
     def __init__(self, processes: int, points: int):
         """points: evaluations of each trial, evenly over its rounds."""
         self._points = points
-        self._pool: ProcessPoolExecutor | None = None
-        if processes > 1:
-            context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(
-                processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
-            )
+        self._pool = pool(processes) if processes > 1 else None
 
     def __enter__(self) -> Runner:
         return self

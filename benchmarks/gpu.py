@@ -29,12 +29,10 @@ from __future__ import annotations
 
 import gc
 import json
-import multiprocessing
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -47,6 +45,7 @@ from transformers import AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root, for what follows
 
 from benchmarks.memory import Bench
+from benchmarks.pool import pool
 from benchmarks.report import Column, Report, parser
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.manifest import Manifest
@@ -357,9 +356,8 @@ def measure(name: str, device_option: str, recompute: bool) -> Figures:
 
 def in_fresh_process(name: str, device: str, recompute: bool) -> Figures:
     """`measure` in a process that has done nothing before."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
-        return pool.submit(measure, name, device, recompute).result(MODEL_LIMIT_S)
+    with pool(1, threads=None) as one:
+        return one.submit(measure, name, device, recompute).result(MODEL_LIMIT_S)
 
 
 def show(found: list[Figures], report: Report) -> None:

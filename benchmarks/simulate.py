@@ -36,7 +36,6 @@ import logging
 import random
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -44,6 +43,7 @@ from typing import Any, Literal
 # a script has only its own folder on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.pool import pool
 from benchmarks.report import Column, Report, parser
 from benchmarks.simulation.liars import ARCHIVE_LIES, MEMBER_LIES, Lying, Who
 from benchmarks.simulation.schedules import every_fifth_round, restless, schedule
@@ -167,8 +167,8 @@ def campaign(
     broken: list[int] = []
     played: dict[tuple[Apply, float | None], list[int]] = {}
     began = time.monotonic()
-    with ProcessPoolExecutor() as pool:
-        outcomes = zip(scenarios, pool.map(play, scenarios, chunksize=5), strict=True)
+    with pool() as processes:
+        outcomes = zip(scenarios, processes.map(play, scenarios, chunksize=5), strict=True)
         for number, (scenario, outcome) in enumerate(outcomes, start=1):
             failed = not sound(outcome) or (small and not goes_on(outcome))
             if failed:
@@ -252,8 +252,8 @@ def liars(report: Report, arguments: argparse.Namespace) -> int:
         scenarios = {each: scenarios[each] for each in kept}
     rows: list[tuple[Any, ...]] = []
     kept = True
-    with ProcessPoolExecutor() as pool, report.console.status(f"{len(scenarios)} swarms"):
-        for told, outcome in zip(scenarios, pool.map(play, scenarios.values()), strict=True):
+    with pool() as processes, report.console.status(f"{len(scenarios)} swarms"):
+        for told, outcome in zip(scenarios, processes.map(play, scenarios.values()), strict=True):
             if told[0] in ("nobody", "member"):
                 kept &= sound(outcome) and not (outcome.false_records or outcome.forks)
             facts = (

@@ -9,21 +9,22 @@ import ctypes
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 
 PR_SET_PDEATHSIG = 1
 
 _libc = ctypes.CDLL(None)  # looked up before a fork: a child of a process with threads may not
 
 
-def dying_with_parent(number: signal.Signals) -> Callable[[], None]:
-    """For `preexec_fn` of a program that this process starts: the kernel sends it `number` when the
-    thread that starts it is gone. A program whose parent is gone by then ends at once.
+def die_with(parent: int, number: signal.Signals) -> None:
+    """Have the kernel send this process `number` when the thread of its parent that started it is
+    gone, and end at once if that is so: for a pool's `initializer`, with the parent's process id.
     """
-    parent = os.getpid()
+    _libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if os.getppid() != parent:  # it was too late to be told
+        os._exit(1)
 
-    def be_told() -> None:
-        _libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
-        if os.getppid() != parent:  # it was too late to be told
-            os._exit(1)
 
-    return be_told
+def dying_with_parent(number: signal.Signals) -> Callable[[], None]:
+    """`die_with` for `preexec_fn` of a program that this process starts."""
+    return partial(die_with, os.getpid(), number)

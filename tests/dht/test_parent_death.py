@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from tests.dht.processes import is_alive, wait_until
 
 STARTS = """
@@ -15,6 +17,16 @@ from dilocox.dht.parent_death import dying_with_parent
 child = subprocess.Popen(["sleep", "600"], preexec_fn=dying_with_parent(signal.SIGKILL))
 print(child.pid, flush=True)
 time.sleep(600)
+"""
+# of one that computes for a benchmark
+POOL = """
+import os, time
+from benchmarks.pool import pool
+if __name__ == "__main__":
+    with pool(1) as processes:
+        print(processes.submit(os.getpid).result(), flush=True)
+        processes.submit(time.sleep, 600)
+        time.sleep(600)
 """
 # of a process whose parent is another one than that which was to start it
 TOO_LATE = """
@@ -32,8 +44,9 @@ print(os.waitstatus_to_exitcode(os.waitpid(between, 0)[1]))
 """
 
 
-def test_a_program_ends_when_its_parent_is_killed() -> None:
-    parent = subprocess.Popen([sys.executable, "-c", STARTS], stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize("starts", [STARTS, POOL])
+def test_a_program_ends_when_its_parent_is_killed(starts: str) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", starts], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     assert is_alive(child)

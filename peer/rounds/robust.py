@@ -12,8 +12,9 @@ rules alone; shares.py has the parts that they judge.
 Who made more steps than most went further, in its way and in its noise, and is no liar for that.
 So each has a pace, the root of the tokens that it states over the voters' median ones, as noise
 grows. It is expected at its pace times the mean, and may be its pace times as far from there as
-another; a length is taken over the pace, too. But nobody may move a mean by more than twice what a
-usual voter may, in which its weight and how far away it may be count together.
+another; a length is taken over the pace, too. But a pace is only stated: what a member weighs for
+its tokens and how far away it may be count together, and are no more than of two usual voters. So
+who makes more than 1.6 times the usual steps is drawn back a little, whoever it is.
 
 A member that sends ten times its update with the sign flipped would turn a run around; with the
 gate one of eight members costs nothing that can be measured, and two of eight little
@@ -112,7 +113,7 @@ def belief(
             return _centered(believed, weights, judges, found, pace)
     lengths = [norm / each for norm, each in zip(norms, pace, strict=True)]
     limit = median(lengths[n] for n in judges if n in believed)
-    return _shortened(believed, weights, _drawn(limit, lengths, _excess(weights, pace, judges)))
+    return _shortened(believed, weights, _drawn(limit, lengths, [*map(_excess, pace)]))
 
 
 def paces(tokens: Sequence[float], judges: Sequence[int]) -> list[float]:
@@ -121,12 +122,12 @@ def paces(tokens: Sequence[float], judges: Sequence[int]) -> list[float]:
     return [math.sqrt(min(MOST_WEIGHT, max(FEWEST, each / usual))) for each in tokens]
 
 
-def _excess(weights: Sequence[float], paces: Sequence[float], judges: Sequence[int]) -> list[float]:
-    """By how many times each would move a mean further than it may, if it were as far away as its
-    pace lets it be: twice what a usual judge may.
+def _excess(pace: float) -> float:
+    """By how many times a member of this pace would move a mean further than two usual ones, if it
+    were as far away as its pace lets it be: it weighs its tokens, the square of its pace. Of what
+    else its weight is made, probation, it has stated nothing.
     """
-    most = MOST_WEIGHT * median(weights[n] for n in judges)
-    return [max(1.0, each * pace / most) for each, pace in zip(weights, paces, strict=True)]
+    return max(1.0, pace * pace * pace / MOST_WEIGHT)
 
 
 def _along(along: Sequence[float], norms: Sequence[float], judges: Sequence[int]) -> list[bool]:
@@ -161,9 +162,9 @@ def _centered(
     paces: Sequence[float],
 ) -> Belief:
     """Centered clipping of the believed parts, in their products alone: a point that begins at the
-    median moves five times to the mean of them, in which each is drawn to its pace times the point,
-    as far as it is further from there than its pace times the judges' median distance (which is
-    one over the pace, too), or its excess forbids.
+    median moves five times to the mean of them, in which each is drawn to its pace times the point
+    as far as it is further from there than its pace times the limit, over its excess. The limit is
+    the judges' median distance, each over its pace.
 
     Of all judges, and no more than at the step before: what is left out, or a point that follows
     liars, must not make it larger.
@@ -171,7 +172,7 @@ def _centered(
     share = torch.zeros(len(weights), dtype=torch.float64)
     share[believed] = torch.tensor(weights, dtype=torch.float64)[believed]
     share /= share.sum()
-    pace, excess = torch.tensor(paces, dtype=torch.float64), _excess(weights, paces, judges)
+    pace, excess = torch.tensor(paces, dtype=torch.float64), [*map(_excess, paces)]
     pace /= share @ pace  # or the mean of all would not be where the point stays
     squares = products.diag()[:-1]
     rounding = ROUNDING * median(_floats(squares[judges].sqrt()))

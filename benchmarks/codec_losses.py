@@ -7,11 +7,8 @@ link. The validation loss is computed as a replica does: with activations as the
 from __future__ import annotations
 
 import math
-import multiprocessing
-import os
 import statistics
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -19,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.pool import pool
 from benchmarks.report import Column, Report
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.process.prepare import held_out, open_corpus
@@ -199,11 +197,10 @@ def losses(
 ) -> dict[str, dict[str, list[float]]]:
     """Measure and print the table; validation losses over bf16's by setting and codec."""
     rows: list[tuple[str | float | None, ...]] = []
-    context = multiprocessing.get_context("spawn")
     found: dict[str, dict[str, list[float]]] = {}
-    with report.console.status("losses"), ProcessPoolExecutor(os.cpu_count(), context) as pool:
+    with report.console.status("losses"), pool(threads=None) as processes:
         futures = {
-            (setting, codec, seed): pool.submit(
+            (setting, codec, seed): processes.submit(
                 trained, description(setting, stages, seed), codec, steps
             )
             for setting in LOSS_SETTINGS

@@ -23,7 +23,6 @@ import multiprocessing
 import sys
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from safetensors import safe_open
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.memory import resident_bytes
+from benchmarks.pool import pool
 from benchmarks.report import Column, Report, parser
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
@@ -146,10 +146,10 @@ def export(manifest: Manifest, folder: Path, target: Path, dtype: Any) -> None:
 def measure(parameters: float, stages: int, dtype: str, folder: Path) -> Found:
     """Make the folders, export, kill, and export again."""
     manifest, target = manifest_of(parameters, stages), folder / "model"
-    context = multiprocessing.get_context("spawn")
     for stage in range(stages):
-        with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
-            pool.submit(make_donor, manifest, stage, folder).result(LIMIT_S)
+        with pool(1, threads=None) as one:
+            one.submit(make_donor, manifest, stage, folder).result(LIMIT_S)
+    context = multiprocessing.get_context("spawn")
     progress = folder / ".model.partial" / "export.json"
     first = context.Process(target=export, args=(manifest, folder, target, dtype))
     first.start()

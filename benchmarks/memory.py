@@ -27,11 +27,9 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import multiprocessing
 import sys
 import tempfile
 from collections import deque
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +40,7 @@ from torch import Tensor
 # a script has only its own folder on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.pool import pool
 from benchmarks.report import Column, Report, parser
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.errors import InvalidInput
@@ -270,9 +269,8 @@ def resident_bytes(field: str) -> int:
 
 def in_fresh_process(description: dict[str, Any], stage: int, recompute: bool) -> Figures:
     """`measure` in a process that has done nothing before."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
-        return pool.submit(measure, description, stage, recompute).result(STAGE_LIMIT_S)
+    with pool(1, threads=None) as one:
+        return one.submit(measure, description, stage, recompute).result(STAGE_LIMIT_S)
 
 
 def run_description(arguments: argparse.Namespace, num_stages: int) -> dict[str, Any]:

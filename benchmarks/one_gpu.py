@@ -36,7 +36,6 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -51,6 +50,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.gpu import SIZES
 from benchmarks.gpu import Size as Shape
+from benchmarks.pool import pool
 from benchmarks.report import Column, Report, parser
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.manifest import CodecSpec, DataSpec, InnerSpec, OuterSpec, RoundSpec
@@ -312,10 +312,9 @@ def prepare(folder: Path, size: Size, steps: int) -> None:
     data = DataSpec(
         source=str(text), format="text", tokenizer=str(folder / "tokenizer"), parts=size.workers
     )
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=size.workers, mp_context=context) as pool:
+    with pool(size.workers, threads=None) as processes:
         for made in [
-            pool.submit(save_part, data, size, worker, steps, folder)
+            processes.submit(save_part, data, size, worker, steps, folder)
             for worker in range(size.workers)
         ]:
             made.result()

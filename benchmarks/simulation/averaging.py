@@ -13,6 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from hivemind.averaging.matchmaking import MatchmakingException
+
 from benchmarks.simulation.chain import RECORD_BYTES, SimulatedLog, SimulatedRecord
 from benchmarks.simulation.clock import Scheduled, SimulatedFuture, ThreadClock
 from benchmarks.simulation.dht import Network
@@ -145,6 +147,20 @@ class Meetings:
         meeting = _Meeting(closes_at, closing, {averager.peer_id: averager})
         here.append(meeting)
 
+    def leave(self, averager: SimulatedAverager, order: ExchangeOrder) -> bool:
+        """A process looks no further, unless its group stands or somebody else gathers it."""
+        for meeting in self._open.get(order.plan.key, []):
+            leader, *others = meeting.comers.values()
+            if leader is averager:
+                meeting.closing.cancel()
+                self._open[order.plan.key].remove(meeting)
+                for each in others:
+                    each.let_go()
+                return True
+            if averager in others:
+                return False
+        return not averager.let_in
+
     def _complete(self, meeting: _Meeting) -> bool:
         """Whether as many are in as each of them expects."""
         stated = [each.order.whole_with for each in meeting.comers.values()]
@@ -158,6 +174,7 @@ class Meetings:
         leader = next(iter(comers.values()))
         if not leader.answers:
             for each in comers.values():
+                each.let_in = True
                 each.fail("its leader does not answer", after_s=LEADER_PATIENCE_S)
             return
         connected = self.lines.network.connected
@@ -222,6 +239,8 @@ class _Exchange:
 
     def begin(self) -> None:
         """Bytes move; a reducer that is gone is missed once its silence is noticed."""
+        for each in self._group.values():
+            each.let_in = True
         deadlines, codec_s = attempt_times(
             self._meetings.manifest.deadlines,
             PHASES,
@@ -400,6 +419,8 @@ class SimulatedAverager:
         self.conduct = conduct
         self.order: Any = None
         self.encoded_at = 0.0
+        self.let_in = self.gives_up = False  # let in: to a group, or by one that never begins it
+        self._come: Callable[[], None] = lambda: None
         self.answers = True  # neither killed nor frozen
         self.has_state = True
         self.gone = False  # killed
@@ -417,6 +438,7 @@ class SimulatedAverager:
         network, codec_s = self._meetings.lines.network, self._meetings.lines.codec_s
         self.order = order = self.conduct.states(replace(order, codec_s=MARGIN * codec_s))
         future = self._future = self._new_future()
+        self.let_in = self.gives_up = False
         starts_at = self._clock().monotonic()
         if order.alone:
             network.timeline.at(starts_at, lambda: self._meetings.start({self.peer_id: self}))
@@ -425,10 +447,22 @@ class SimulatedAverager:
 
         def come() -> None:
             if self._future is future:
-                self.once_awake(lambda: self._meetings.come(self, order))
+                self._meetings.come(self, order)
 
-        network.timeline.at(arrives_at, come)
+        self._come = come
+        network.timeline.at(arrives_at, lambda: self.once_awake(come))
         return future
+
+    def give_up_group(self) -> None:
+        """Look no further for the group, unless it stands or another peer gathers it."""
+        future, self.gives_up = self._future, True
+        if future is not None and self._meetings.leave(self, self.order):
+            self._future = None
+            future.set(error=MatchmakingException("given up"))
+
+    def let_go(self) -> None:
+        """The peer that gathered its group gave that up."""
+        self.once_awake(self.give_up_group if self.gives_up else self._come)
 
     def encode(self, plan: Plan, last: Any) -> SimulatedFuture:
         """Compute what does not need the group."""

@@ -124,13 +124,13 @@ class Cadence:
         """Whether it is time to announce all: so long ago it was done last, to live for so long."""
         return since_s >= min(self.announce_s, RENEWED_AT * lived_s)
 
-    def may_hurry(self, now_s: float) -> bool:
-        """Whether enough was saved for an announcement before its time."""
+    def may_hurry(self, now_s: float, beside: float = 0.0) -> bool:
+        """Whether enough was saved for an announcement before its time, and that share of one."""
         self._fill(now_s)
-        return self._saved >= 1.0
+        return self._saved >= 1.0 + beside
 
     def hurried(self, now_s: float, share: float = 1.0) -> None:
-        """An announcement was made before its time, or a `share` of one, as a bell alone is.
+        """An announcement was made before its time, or a `share` of one, as bell and claim are.
 
         It is paid for also where nothing was saved: the next ones wait longer.
         """
@@ -265,7 +265,7 @@ class Announcer:
         revision: int = 0,
     ) -> dict[str, Record]:
         """That this peer hosts its stage, and the last record it holds."""
-        local, head, last = self._local, self._chain.head, self._chain.last_record
+        local = self._local
         if own.started_over and state != "left":
             state = "joining"  # nobody is to wait for it in this round
         hosting = _told(
@@ -284,6 +284,15 @@ class Announcer:
             addresses=local.addresses,
             blocked=(STARTED_OVER if own.started_over else own.blocked)[:MAX_BLOCKED],
         )
+        self._remember(hosting)
+        claim = self.of_record(own, stuck=stuck, revision=revision)
+        return {stage_key(local.run, local.stage): hosting} | claim
+
+    def of_record(
+        self, own: LoopStatus, *, stuck: bool = False, revision: int = 0
+    ) -> dict[str, Record]:
+        """The last record it holds."""
+        local, head, last = self._local, self._chain.head, self._chain.last_record
         claim = ClaimRecord(
             round=head.round,
             digest=head.digest,
@@ -294,11 +303,7 @@ class Announcer:
             idle=not own.head and own.unsent_tokens <= 0,
             stuck=stuck,
         )
-        self._remember(hosting)
-        return {
-            stage_key(local.run, local.stage): hosting,
-            claim_key(local.run, local.stage): claim,
-        }
+        return {claim_key(local.run, local.stage): claim}
 
     def _remember(self, hosting: StageRecord) -> None:
         now, name = self._local.clock.monotonic(), hash(hosting)

@@ -74,6 +74,7 @@ from dilocox.peer.averaging.matchmaking import (
     aim,
     as_leader,
     expect,
+    give_up,
     own_time,
 )
 from dilocox.peer.averaging.service import PeerService
@@ -402,6 +403,12 @@ class StageAverager(PeerService, DecentralizedAverager):
         with contextlib.suppress(Exception):  # `step` has it already, and the caller gets it there
             await super()._step(step=step, future_for_init=future_for_init)
         keys.ended(committed=self._committed == order.plan, lacking=self._lacking)
+
+    @in_process
+    async def give_up_group(self) -> None:
+        """Look no further for the group of the exchange under way, unless it stands; where another
+        peer has let this one in, as soon as that lets it go."""
+        give_up(self._matchmaking)
 
     async def rpc_join_group(
         self, request: averaging_pb2.JoinRequest, context: P2PContext

@@ -74,7 +74,7 @@ class WorkerThread:
 TICK_S = 0.1
 CLOSE_LIMIT_S = 5.0
 BOOTSTRAP_LIMIT_S = 3.0
-BELLS_SHARE = 0.2  # of an announcement is a bell
+BELLS_SHARE, CLAIM_SHARE = 0.2, 0.3  # of an announcement
 FOLLOW_S = 1.0  # how often the round is followed without news
 FADES = 0.8  # of the longest time that a call took, with every one that is faster
 LONGEST_STEP_S = 3600.0  # that others are believed of themselves when a run ends
@@ -87,8 +87,7 @@ class ChildDied(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class _Looked:
-    """What a look at the DHT came to. bootstrap: whether one answers, None where only bells were
-    looked for."""
+    """What a look at the DHT came to. bootstrap: whether one answers, None between heartbeats."""
 
     answered: bool
     revised: bool
@@ -157,7 +156,8 @@ class Coordinator(threading.Thread):
         self._ring_now = self._hurry = False
         self._published_at = self._followed_at = float("-inf")
         self._published_for_s = 0.0  # that what was announced last lives
-        self._heard_at = self._saw_all_at = float("-inf")
+        self._told_record = ""  # the digest of the newest one then, or since
+        self._heard_at = self._beat_at = float("-inf")
         self._paused_at = float("inf")
         self._stood_still_since: float | None = None
         self._pending_send: Callable[[], None] | None = None
@@ -400,29 +400,29 @@ class Coordinator(threading.Thread):
 
     # ---- looking ---------------------------------------------------------------------------------
     def _look(self, now: float) -> None:
-        """Have the DHT read if that is due: the bells in the measure of the round, all else when
-        the others' heartbeats may have changed it."""
+        """Have the DHT read if that is due: the bells in the measure of the round, and so all else
+        while a record is missing; else that when the others' heartbeats may have changed it."""
         if self._reading is not None:
             return
         deadlines = self._local.manifest.deadlines
         stays = self._takes_part and not self.ending
-        whole = now - self._saw_all_at >= (deadlines.heartbeat_s if stays else FOLLOW_S)
+        beat = now - self._beat_at >= (deadlines.heartbeat_s if stays else FOLLOW_S)
         resting = now - self._paused_at > deadlines.record_lifetime_s
-        if whole or now - self._heard_at >= self._rounds.look_s(resting=resting):
+        if beat or now - self._heard_at >= self._rounds.look_s(resting=resting):
             self._heard_at = now
-            self._saw_all_at = now if whole else self._saw_all_at
+            self._beat_at = now if beat else self._beat_at
             wanted = self._rounds.wanted_bells(self._heads_view)
-            # a peer that waits for a record or for the outcome of a send looks every heartbeat
+            # a peer that waits for a record or for the outcome of a send looks at least as often
             eager = not stays or self.driver.undecided
             look = partial(
                 self._announcer.look,
                 wanted,
                 self.round,
-                whole=whole,
+                whole=beat or self.driver.lacks_record,
                 eager=eager,
                 searching=self._goes_by_others,
             )
-            self._reading = self._reader.submit(partial(self._read, look, whole=whole))
+            self._reading = self._reader.submit(partial(self._read, look, beat=beat))
 
     @property
     def _goes_by_others(self) -> bool:
@@ -430,7 +430,7 @@ class Coordinator(threading.Thread):
         lacks = not (self._local.stage or self.status.members or self.paused)
         return self._takes_part and (lacks or (self._mover is not None and self._mover.named))
 
-    def _read(self, look: Callable[[], bool], *, whole: bool) -> _Looked:
+    def _read(self, look: Callable[[], bool], *, beat: bool) -> _Looked:
         began = self._clock.monotonic()
         answered = look()
         seconds = self._clock.monotonic() - began
@@ -439,7 +439,7 @@ class Coordinator(threading.Thread):
         if (admission := self._local.swarm.admission) is not None:
             admission.remind(self._local.me)
         bootstrap: bool | None = None
-        if whole:
+        if beat:
             bootstrap = self._local.swarm.bootstrap_answers(BOOTSTRAP_LIMIT_S)
             lease = None if self._leaving else self._lease
             last = self.chain.last_record
@@ -559,7 +559,8 @@ class Coordinator(threading.Thread):
 
     # ---- telling ---------------------------------------------------------------------------------
     def _tell(self, now: float) -> None:
-        """Have what is due published: all at a heartbeat, a bell at once."""
+        """Have what is due published: all at a heartbeat, a bell at once, and a record that this
+        peer was in if that leaves enough for what else may have to be told before its time."""
         if self._writing is not None:
             return
         cadence = self._announcer.cadence
@@ -570,13 +571,26 @@ class Coordinator(threading.Thread):
             self._announce_all()
         elif self._ring_now:
             self._ring_now = False
-            cadence.hurried(now, BELLS_SHARE)
-            bells = self._announcer.of_bells(self._rounds.bells)
-            self._writing = self._writer.submit(
-                partial(self._write, bells, None, cadence.lifetime_s)
-            )
+            self._tell_at_once(self._announcer.of_bells(self._rounds.bells), BELLS_SHARE, now)
+        elif self._has_news and cadence.may_hurry(now, CLAIM_SHARE):
+            self._told_record = self.chain.head.digest
+            stuck, revision = self.driver.stuck, self.revision
+            claim = self._announcer.of_record(self.status, stuck=stuck, revision=revision)
+            self._tell_at_once(claim, CLAIM_SHARE, now)
+
+    def _tell_at_once(self, records: dict[str, Record], share: float, now: float) -> None:
+        cadence = self._announcer.cadence
+        cadence.hurried(now, share)
+        self._writing = self._writer.submit(partial(self._write, records, None, cadence.lifetime_s))
+
+    @property
+    def _has_news(self) -> bool:
+        """Whether it was not told yet that this peer has a record that it took part in."""
+        last, told = self.chain.last_record, self._told_record == self.chain.head.digest
+        return not told and last is not None and last.member(self._local.me) is not None
 
     def _announce_all(self) -> None:
+        self._told_record = self.chain.head.digest
         self._published_at = self._clock.monotonic()
         self._published_for_s = self._announcer.cadence.lifetime_s
         self._ring_now = self._hurry = False

@@ -5,7 +5,8 @@ A state machine, driven by the coordinator's thread:
 
     waiting    until shortly before its group's time, and until this peer is on the newest record
                (or, alone, may commit alone)
-    running    the averager looks for the group and exchanges
+    running    the averager looks for the group and exchanges; where others have a newer record, and
+               so a group of another plan, it gives that up: the send is waiting again
     retrying   attempt 0 was void; attempt 1 has its own time
     open       undecided: members are asked, and void is presumed after a record lifetime
 """
@@ -18,13 +19,10 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
+from typing import Any
 
-from hivemind.averaging.allreduce import (
-    AllreduceException,
-)
-from hivemind.averaging.matchmaking import (
-    MatchmakingException,
-)
+from hivemind.averaging.allreduce import AllreduceException
+from hivemind.averaging.matchmaking import MatchmakingException
 
 from dilocox.dht.errors import DilocoxError
 from dilocox.dht.names import shown_peer
@@ -90,6 +88,8 @@ class _Job:
     resumed: bool = False  # from before a restart: its attempt is not known to the averager
     asked_at: float = 0.0
     nobody_came: bool = False  # to its group
+    looks_until: float = 0.0  # monotonic time: for its group
+    given_up: Future[Any] | None = None  # whose group it looks for no longer
     plan: Plan | None = None  # of its first attempt, after the newest record
     encoding: Future[float] | None = None
 
@@ -147,6 +147,17 @@ class ExchangeDriver:
         """Whether the sends of this peer come to nothing on the record that it has."""
         digest, count = self._in_vain
         return digest == self._chain.head.digest and count >= STUCK_VOIDS
+
+    @property
+    def lacks_record(self) -> bool:
+        """Whether it is about to look for a group, or does, and has no record of the round before
+        and gets none: others may have one, and so a group of another plan."""
+        job = self._job
+        if job is None or job.undecided or self._chain.head.round >= job.round - 1:
+            return False
+        late_s = self._clock.time() - job.scheduled_at
+        looks = -LONGEST_LEAD_S < late_s < NO_GROUP_S + self._deadlines.matchmaking_s
+        return looks and not self._chain.busy
 
     def rivals(self, view: SwarmView) -> frozenset[str]:
         """The others of the stage without which this peer does not commit alone.
@@ -235,6 +246,10 @@ class ExchangeDriver:
         if gap_s > FROZEN_S:  # the averaging process slept too, and may answer yet
             job.limit += gap_s
         if job.future is not None:
+            looks = self._clock.monotonic() < job.looks_until
+            if looks and job.given_up is not job.future and self._chain.behind(view):
+                job.given_up = job.future
+                self._averager.give_up_group()
             self._advance(job, job.future)
         elif job.undecided:
             if not self._chain.delivering:
@@ -361,6 +376,7 @@ class ExchangeDriver:
         limit_s = matchmaking_s + LATE_GROUP_S + SLACK_S
         limit_s += 2 * (deadlines.longest_exchange_s + deadlines.vote_s)
         job.limit = self._clock.monotonic() + limit_s
+        job.looks_until = self._clock.monotonic() + matchmaking_s
 
     # ---- ending ----------------------------------------------------------------------------------
     def _advance(
@@ -377,12 +393,15 @@ class ExchangeDriver:
             result = future.result(timeout=1.0)
         except DilocoxError:
             raise
-        except GroupRefused as error:
-            self._waited_in_vain += isinstance(error, TooFew)
-            self._void(job, f"no group: {error}")
-            return
-        except (AllreduceException, MatchmakingException) as error:
-            logger.debug("round %d: hivemind says: %s", job.round, error)
+        except (GroupRefused, AllreduceException, MatchmakingException) as error:
+            logger.debug("round %d: no group: %s", job.round, error)
+            if future is job.given_up:
+                logger.debug("round %d: others have a newer record; taking that first", job.round)
+                return
+            if isinstance(error, GroupRefused):
+                self._waited_in_vain += isinstance(error, TooFew)
+                self._void(job, f"no group: {error}")
+                return
             self._waited_in_vain += not job.nobody_came
             if self.alone.may_commit(self._clock.monotonic()) and not job.nobody_came:
                 job.nobody_came = True  # a new peer may have joined another time

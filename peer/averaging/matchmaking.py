@@ -90,6 +90,12 @@ def expect(matchmaking: Any, expected: int | None) -> None:
         matchmaking.target_group_size = None if expected is None else max(target, expected)
 
 
+def give_up(matchmaking: Any) -> None:
+    """Look no further for the group; one that this peer was let in to is waited for."""
+    if isinstance(matchmaking.group_key_manager, PlanKeys):
+        matchmaking.group_key_manager.give_up()
+
+
 async def as_leader(
     matchmaking: Any, follower: PeerID, told: AsyncIterator[Any]
 ) -> AsyncIterator[Any]:
@@ -110,7 +116,7 @@ def _follow_patiently(matchmaking: Any, keys: PlanKeys) -> None:
     look, lead = matchmaking.look_for_group, matchmaking.leader_assemble_group
     follow, answers_s = matchmaking._request_join_group, matchmaking.request_timeout
     asking = set[PeerID]()  # this leader, and before it those that sent this peer on to it
-    over = False  # the deadline of the step has come
+    over = True  # no step is under way, or its deadline has come, or it was given up
 
     class Accepted(asyncio.Event):
         def set(self) -> None:
@@ -138,19 +144,21 @@ def _follow_patiently(matchmaking: Any, keys: PlanKeys) -> None:
 
     async def looking(step: Any) -> Any:
         nonlocal over
+        over = False
         left_s: float = step.get_timeout()
         step.get_timeout = lambda: left_s + keys.told_s
-        ending = asyncio.get_running_loop().call_later(left_s, at_deadline)
+        ending = asyncio.get_running_loop().call_later(left_s, end)
         try:
             return await look(step)
         finally:
             ending.cancel()
-            over = False
+            over = True
 
-    def at_deadline() -> None:
+    def end() -> None:
         nonlocal over
-        over = True
-        end_if_over()
+        if not over:
+            over = True
+            end_if_over()
 
     def end_if_over() -> None:
         group: asyncio.Future[Any] = matchmaking.assembled_group
@@ -160,6 +168,7 @@ def _follow_patiently(matchmaking: Any, keys: PlanKeys) -> None:
     matchmaking.was_accepted_to_group = Accepted()
     matchmaking._request_join_group, matchmaking.leader_assemble_group = following, leading
     matchmaking.look_for_group = looking
+    keys.give_up = end
 
 
 class PlanKeys(GroupKeyManager):
@@ -176,6 +185,7 @@ class PlanKeys(GroupKeyManager):
     Attributes:
         may_lead: whether to join the groups that a peer gathers.
         told_s: how much longer than an answer what the leader of this plan's group tells may take.
+        give_up: look no further for the group of this plan.
     """
 
     def __init__(self, of: GroupKeyManager):
@@ -186,6 +196,7 @@ class PlanKeys(GroupKeyManager):
         self._pause_s = 0.0
         self.may_lead: Callable[[str], bool] = lambda peer: False
         self.told_s = 0.0
+        self.give_up: Callable[[], None] = lambda: None
         self._scheduled_at = 0.0
         self._leader = ""  # the peer that gathered the group, or was the last to let this one in
         self._before = set[str]()  # the others that did

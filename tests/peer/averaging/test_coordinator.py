@@ -14,7 +14,7 @@ import pytest
 
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest_sections import OuterSpec
-from dilocox.dht.records import ClaimRecord, StageRecord, stage_key
+from dilocox.dht.records import ClaimRecord, Record, StageRecord, stage_key
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.averager import Applied
 from dilocox.peer.averaging.coordinator import Coordinator, WorkerThread
@@ -37,7 +37,16 @@ class Sending:
     """The coordinator of a peer whose newest send is open; its looks at the DHT never end, and the
     group of its send meets in an hour, or met before a restart."""
 
-    def __init__(self, identity: Identity, folder: Path, *, resumed: bool = False, **outer: Any):
+    def __init__(
+        self,
+        identity: Identity,
+        folder: Path,
+        *,
+        me: str = "",
+        resumed: bool = False,
+        **outer: Any,
+    ):
+        """me: if another peer than the one that is in the records."""
         run = replace(manifest_of(), outer=OuterSpec(**outer))
         self.donor = donor = ChainMaker(identity, folder, run)
         self.clock = TestClock()
@@ -52,7 +61,7 @@ class Sending:
         )
         self.looks = list[Callable[[], Any]]()  # at the DHT, that were to be made
         self.local = local = local_peer(
-            donor.peer,
+            me or donor.peer,
             manifest=run,
             layout=donor.layout,
             folder=donor.own,
@@ -66,7 +75,11 @@ class Sending:
             self.looks.append(look)
             return Future()
 
-        never = cast("WorkerThread", SimpleNamespace(submit=submit))
+        def write(call: Any) -> Any:
+            self.announced.append(call.args[0])
+            return answered(0.0)
+
+        self.announced = list[dict[str, Record]]()
         self.coordinator = Coordinator(
             local,
             averager,
@@ -74,8 +87,8 @@ class Sending:
             applied=-1,
             anchor_sha256="b" * 64,
             sent={SENT: 10} if resumed else {},
-            reader=never,
-            writer=never,
+            reader=cast("WorkerThread", SimpleNamespace(submit=submit)),
+            writer=cast("WorkerThread", SimpleNamespace(submit=write)),
         )
         if not resumed:
             meets_at = self.clock.now + 3600.0
@@ -245,7 +258,15 @@ class Looking:
         never = cast("WorkerThread", SimpleNamespace(submit=lambda call: Future()))
         self.coordinator = Coordinator(
             local,
-            cast(Any, SimpleNamespace(is_alive=lambda: True, check_reach=lambda again: Future())),
+            cast(
+                Any,
+                SimpleNamespace(
+                    is_alive=lambda: True,
+                    check_reach=lambda again: Future(),
+                    encode=lambda plan, last: Future(),
+                    exchange=lambda order: Future(),
+                ),
+            ),
             watch=cast(Any, SimpleNamespace(manifest=manifest, follow=lambda *_: False)),
             applied=-1,
             anchor_sha256="b" * 64,
@@ -298,3 +319,32 @@ def test_who_is_to_move_looks_first_whether_it_still_should(tmp_path: Path) -> N
     own |= {f"newer-{number}": stage_record(replica="h") for number in range(9)}
     peer.looks(300, at=2)
     assert peer.coordinator.move_to is not None
+
+
+@pytest.mark.parametrize(("round_number", "lacks"), [(0, False), (SENT, True)])
+def test_who_lacks_the_record_before_its_group_looks_for_it_until_the_group_is_over(
+    tmp_path: Path, round_number: int, lacks: bool
+) -> None:
+    """Where rounds are shorter than a heartbeat it came after all others were further again."""
+    peer = Looking(tmp_path, 0)
+    peer.looks(2, at=0)
+    meets_at, facts = peer.clock.now + 40.0, SendFacts(tokens=10, step_s=0.5)
+    peer.coordinator.driver.submit(round_number, facts, scheduled_at=meets_at, states_taken=0)
+    assert peer.looks(9, at=0) <= 3
+    assert (peer.looks(34, at=0) > 16) is lacks
+    peer.looks(10, at=0)
+    assert peer.looks(60, at=0) <= 8, "the exchange may take hours"
+    assert peer.coordinator.driver.exchanging
+
+
+@pytest.mark.parametrize("apply", ["arrival", "round_end"])
+@pytest.mark.parametrize("took_part", [True, False])
+def test_who_was_in_a_record_claims_it_at_once(
+    identities: list[Identity], tmp_path: Path, took_part: bool, apply: str
+) -> None:
+    """Who was not would hear of it with a heartbeat, and where rounds are short too late."""
+    peer = Sending(identities[0], tmp_path, me="" if took_part else DISTANT, apply=apply)
+    assert len(peer.announced) == 1
+    peer.hear_of_record()
+    told = [record for records in peer.announced[1:] for record in records.values()]
+    assert [getattr(claim, "round", None) for claim in told] == [OLDER] * took_part

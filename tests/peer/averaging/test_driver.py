@@ -8,9 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hivemind.averaging.matchmaking import (
-    MatchmakingException,
-)
+from hivemind.averaging.matchmaking import MatchmakingException
 
 from dilocox.dht.records import MAX_DECLARATION_LIFETIME_S
 from dilocox.dht.swarm_view import SwarmView
@@ -53,6 +51,7 @@ class World:
         self.answer: Future[Any] = Future()
         self.settle: Any = lambda: self.answer
         self.orders: list[ExchangeOrder] = []
+        self.given_up = self.others_in_view = 0
         self.encoded: list[Plan] = []
         self.encoding: Future[float] = Future()
         self.view = VIEW
@@ -71,21 +70,28 @@ class World:
             committed=lambda number, exchange_s, matchmaking_s: None,
         )
         averager: Any = SimpleNamespace(
-            exchange=self.exchange, encode=self.encode, settle=lambda number, attempt: self.settle()
+            exchange=self.exchange,
+            encode=self.encode,
+            settle=lambda number, attempt: self.settle(),
+            give_up_group=self.give_up_group,
         )
         local = local_peer(clock=self.clock)
         self.driver = ExchangeDriver(local, averager, self.events, self.chain)
         for _ in range(int(self.deadlines.record_lifetime_s)):
-            self.see_nobody()
+            self.look()
             self.clock.now += 1.0
-        self.see_nobody()
+        self.look()
 
-    def see_nobody(self) -> None:
-        self.driver.alone.observe(self.clock.now, others_in_view=0, bootstrap_answered=True)
+    def look(self) -> None:
+        observe, others = self.driver.alone.observe, self.others_in_view
+        observe(self.clock.now, others_in_view=others, bootstrap_answered=True)
 
     def exchange(self, order: ExchangeOrder) -> Any:
         self.orders.append(order)
         return self.answer
+
+    def give_up_group(self) -> None:
+        self.given_up += 1
 
     def encode(self, plan: Plan, last: Any) -> Any:
         self.encoded.append(plan)
@@ -98,7 +104,7 @@ class World:
 
     def tick(self, seconds: float = TICK_S) -> None:
         self.clock.now += seconds
-        self.see_nobody()
+        self.look()
         self.driver.tick(self.view, meets_at=self.meets_at.get, search_s=0.5)
 
     def void(self) -> None:
@@ -222,6 +228,48 @@ def test_who_is_a_little_late_still_looks_whether_the_group_is_open(
     world.submit(world.clock.now - late_s)
     world.tick()
     assert bool(world.orders) is tried
+
+
+@pytest.mark.parametrize("none_found", [MatchmakingException(), TooFew("1 member")])
+def test_who_hears_of_a_newer_record_looks_for_the_group_of_another_plan(
+    none_found: Exception,
+) -> None:
+    """It began before it heard of that record, where rounds are short, and would look until after
+    the group's time: then the others are further again, and it never finds them."""
+    world = World()
+    world.view, meets_at, world.others_in_view = WITH_ANOTHER, world.clock.now + 4.0, 1
+    world.submit(meets_at)
+    world.tick_for(1.0)
+    assert len(world.orders) == 1 and world.given_up == 0
+
+    world.chain.behind = lambda view: True
+    world.tick_for(1.0)
+    assert world.given_up == 1
+    answer, world.answer = world.answer, Future()
+    answer.set_exception(none_found)
+    world.tick_for(1.0)
+    assert world.driver.sent_round == 0 and not world.driver.exchanging, "it is to be fetched"
+    world.chain.behind = lambda view: False
+    world.chain.head.digest = "b" * 64
+    world.tick()
+    assert [order.plan.previous for order in world.orders] == [MANIFEST.digest, "b" * 64]
+    assert {order.scheduled_at for order in world.orders} == {meets_at}
+
+    world.chain.behind = lambda view: True
+    world.tick_for(0.5)
+    assert world.given_up == 2
+    world.answer.set_exception(MatchmakingException())
+    world.tick_for(10.0)
+    assert isinstance(world.events.get(), Voided), "a record that nobody gives is not waited for"
+
+
+def test_nothing_is_given_up_once_the_time_of_the_group_is_over(world: World) -> None:
+    """Others may have committed what this peer is exchanging still, for hours."""
+    world.tick_for(world.orders[0].matchmaking_limit_s)
+    world.chain.behind = lambda view: True
+    world.tick_for(60.0)
+    assert world.driver.exchanging
+    assert world.given_up == 0
 
 
 def test_nobody_who_is_new_keeps_the_last_peer_of_a_stage_from_going_on() -> None:

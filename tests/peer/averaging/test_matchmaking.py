@@ -21,6 +21,7 @@ from dilocox.peer.averaging.matchmaking import (
     aim,
     as_leader,
     expect,
+    give_up,
     own_time,
 )
 
@@ -88,6 +89,7 @@ class Caller:
     client_mode: bool = False
     leaders: tuple[int, ...] = ()  # who may gather its group; empty: anybody
     failed: int = 0  # who gathered the group before, which came to nothing
+    stale_s: float = 0.0  # for which it looks for the group of another plan first
 
 
 @dataclass
@@ -99,6 +101,7 @@ class Found:
         default_factory=dict[int, frozenset[int] | None]
     )
     room: Room = field(default_factory=Room)
+    later: set[int] = field(default_factory=set[int])  # to one that gave up a group
 
 
 def everybody(_: str) -> bool:
@@ -131,6 +134,18 @@ async def call(caller: Caller, room: Room, scheduled_at: float, found: Found) ->
     def may_lead(peer: str) -> bool:
         return not leaders or peer in leaders
 
+    deadline = scheduled_at + GIVE_UP_S
+
+    async def look() -> Any:
+        leads = not caller.client_mode and may_lead(str(me))
+        step: Any = SimpleNamespace(
+            scheduled_time=own_time(scheduled_at, get_dht_time(), may_lead=leads),
+            deadline=deadline,
+            data_for_gather=str(caller.expects).encode(),
+            get_timeout=lambda: max(0.0, deadline - get_dht_time()),
+        )
+        return await matchmaking.look_for_group(step)
+
     for key, told_s in ((OTHER_KEY, 10 * TOLD_S), (caller.key, TOLD_S)):
         keys = aim(
             matchmaking,
@@ -144,16 +159,14 @@ async def call(caller: Caller, room: Room, scheduled_at: float, found: Found) ->
         if caller.failed and key == OTHER_KEY:
             keys.led_by(str(peer_id(caller.failed)))
             keys.ended(committed=False)
+        if caller.stale_s and key == OTHER_KEY:
+            asyncio.get_running_loop().call_later(caller.stale_s, give_up, matchmaking)
+            assert await look() is None
+            give_up(matchmaking)  # once more, too late
+            keys.ended(committed=False)
+            found.later = {name for name in range(1, 20) if keys.is_later(str(peer_id(name)))}
     began = time.monotonic()
-    deadline = scheduled_at + GIVE_UP_S
-    leads = not caller.client_mode and may_lead(str(me))
-    step: Any = SimpleNamespace(
-        scheduled_time=own_time(scheduled_at, get_dht_time(), may_lead=leads),
-        deadline=deadline,
-        data_for_gather=str(caller.expects).encode(),
-        get_timeout=lambda: max(0.0, deadline - get_dht_time()),
-    )
-    group = await matchmaking.look_for_group(step)
+    group = await look()
     found.seconds[caller.name] = time.monotonic() - began
     ids = {peer_id(name): name for name in range(1, 20)}
     found.groups[caller.name] = (
@@ -316,6 +329,28 @@ def test_peers_with_another_plan_are_not_met() -> None:
         ]
     )
     assert found.groups == {1: frozenset({1, 3}), 2: None, 3: frozenset({1, 3})}
+
+
+@pytest.mark.parametrize("stale_s", [(0.3,), (0.3, 0.4), (0.5, 0.3)])
+def test_who_gives_up_a_group_is_in_the_next_one_in_time(stale_s: tuple[float, ...]) -> None:
+    """One alone, or one that gathered another one, and that one, whichever gives up first."""
+    expects, late = 2 + len(stale_s), (2, 4)[: len(stale_s)]
+    fresh = [Caller(name=name, expects=expects) for name in (1, 3)]
+    stale = [
+        Caller(name=name, expects=expects + 1, stale_s=seconds, after_s=0.05 * index)
+        for index, (name, seconds) in enumerate(zip(late, stale_s, strict=True))
+    ]
+    found = search([*fresh, *stale])
+    assert in_one_group(found, (1, 3, *late))
+    assert found.seconds[1] < AHEAD_S + GIVE_UP_S
+
+
+def test_who_held_a_peer_that_gave_up_is_later() -> None:
+    """The others may have met without this peer meanwhile, and have the record of that."""
+    holding = Idle(sends_to=9, after_s=0.8)
+    found = search([Caller(name=2, expects=3, stale_s=0.4)], idle=[9], sending={9: holding})
+    assert holding.asked
+    assert 9 in found.later
 
 
 def test_a_search_costs_few_messages() -> None:

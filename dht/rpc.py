@@ -110,8 +110,9 @@ class Counts:
 
 # By benchmarks/dht_traffic.py a peer asks one node at most 8 times in 10 s in swarms of 8 to 200,
 # and 589 times where the heartbeat is the shortest that a manifest may have, 0.1 s. Not in it are
-# matchmaking's searches, a few a second for some seconds, and those of a start. Of the calls of an
-# exchange one member gets a few tens at most from each of the others.
+# matchmaking's searches, a few a second for some seconds, looks for a record that is missing before
+# a group, one a second at most, and those of a start. Of the calls of an exchange one member gets a
+# few tens at most from each of the others.
 ASKED_BY_ONE, ASKED_WITHIN_S = 1000, 10.0
 MAX_ASKERS = 4096  # that are told apart
 

@@ -156,7 +156,7 @@ def test_a_member_that_lies_is_not_followed_and_stops_no_round(how: str) -> None
     outcome = lied_to("member", how)
     assert unharmed(outcome)
     assert outcome.every_head_share >= 10 / 12  # a bell with a time that is too early for some
-    # of twelve seeds each with bells at random times, 0 to 4 rounds are void
+    # which groups bells at random times part is luck: over twelve seeds up to four of twelve rounds
     assert outcome.committed >= outcome.rounds - (4 if how == "times" else 1)
     # whose steps are said to take for ever is waited for as long as a round
     round_s = outcome.seconds / outcome.rounds

@@ -97,3 +97,11 @@ def test_what_was_announced_is_renewed_before_it_ends_though_the_interval_grew()
     assert made.announce_s > lives_s
     assert not made.due(0.5 * lives_s, lives_s) and made.due(0.8 * lives_s, lives_s)
     assert not made.due(0.8 * lives_s, made.lifetime_s)
+
+
+def test_what_is_told_beside_leaves_enough_for_what_cannot_wait() -> None:
+    """Or the claims of records would use up what a head needs to say that its replica is gone."""
+    made = Cadence(heartbeat_s=10.0, now_s=0.0)
+    while made.may_hurry(0.0, 0.3):
+        made.hurried(0.0, 0.3)
+    assert made.may_hurry(0.0)

@@ -342,7 +342,6 @@ def test_who_gives_up_a_group_is_in_the_next_one_in_time(stale_s: tuple[float, .
     ]
     found = search([*fresh, *stale])
     assert in_one_group(found, (1, 3, *late))
-    assert found.seconds[1] < AHEAD_S + GIVE_UP_S
 
 
 def test_who_held_a_peer_that_gave_up_is_later() -> None:

@@ -37,7 +37,7 @@ from dilocox.dht.manifest import DataSpec
 from dilocox.peer.os_process import Child, start_process
 from dilocox.peer.rounds.outer_step import move_anchor
 from dilocox.peer.training.data import held_out_windows, validation_loss
-from dilocox.pipeline.stage import build_stage, flatten_parameters, stage_layout
+from dilocox.pipeline.stage import build_stage, flatten_parameters
 from tests.swarm.exchange_costs import WIDE_MODEL
 from tests.swarm.harness import ProcessSwarm, memory_folder
 from tests.swarm.links import Links
@@ -46,7 +46,7 @@ from tests.swarm.relay import DEVICE
 from tests.swarm.small_run import USUAL_DEADLINES, fixed_steps, run_manifest
 from tests.swarm.spans import stepping_share
 
-PARTS, WINDOWS, SEED = 8, 64, 0
+PARTS, WINDOWS = 8, 64
 BATCH = {"sequence_length": 128, "microbatch_size": 4}
 STEP_TOKENS = BATCH["sequence_length"] * BATCH["microbatch_size"]
 INNER = {"learning_rate": 1e-3, "schedule": "constant"}
@@ -109,6 +109,7 @@ LINES = {
         Line(name="10", mbit=10.0),
         Line(name="1", mbit=1.0),
         Line(name="lossy", mbit=10.0, delay_ms=50.0, loss=0.01),
+        Line(name="far", mbit=10.0, delay_ms=250.0),
     )
 }
 
@@ -133,7 +134,8 @@ class Length:
 class Result:
     """What a run came to.
 
-    turn: of the call of the script that it is from. outcome: "ok", "hung", or why it ended.
+    turn: of the call of the script that it is from. seed: of the initial weights and the order of
+    the data. outcome: "ok", "hung", or why it ended.
     steps: H of the measured rounds, [least, most]. seconds: measured. computing: share of time.
     bytes_per_token: of IP packets that peers' links sent. models: [seconds since all trained,
     tokens of all peers, loss] of the weights that were kept. cores: of ours, how many each kind of
@@ -144,6 +146,7 @@ class Result:
     contestant: str
     line: str
     peers: int
+    seed: int = 0
     outcome: str = "ok"
     steps: tuple[int, int] | None = None
     seconds: float | None = None
@@ -243,8 +246,8 @@ def processor_s(pid: int) -> float:
 class Judge:
     """The loss on the same held-out windows for all."""
 
-    def __init__(self, windows: int):
-        self._module: nn.Module = build_stage(WIDE_MODEL, 0, 1, SEED)
+    def __init__(self, windows: int, seed: int):
+        self._module: nn.Module = build_stage(WIDE_MODEL, 0, 1, seed)
         shapes = [(name, tuple(p.shape)) for name, p in self._module.named_parameters()]
         self.layout = FlatLayout.of(shapes)
         self.weights = flatten_parameters(self._module, self.layout).detach()
@@ -264,15 +267,15 @@ class Judge:
 
 
 # ---- rivals --------------------------------------------------------------------------------------
-def run_rival(turn: str, contestant: str, line: Line, peers: int, length: Length) -> Result:
+def run_rival(told: Result, line: Line, length: Length) -> Result:
     """Run a rival and measure it."""
-    told = Result(turn=turn, contestant=contestant, line=line.name, peers=peers)
+    contestant, peers = told.contestant, told.peers
     with ExitStack() as stack:
         folder = stack.enter_context(memory_folder())
         links = None if contestant == PLAIN else line.links(peers)
         if links is not None:
             stack.enter_context(links)
-        children = stack.enter_context(_rivals(contestant, links, peers, folder))
+        children = stack.enter_context(_rivals(told, links, folder))
         counted = Counted(links, range(peers))
         logs = [_Events(folder / f"peer-{rank}.jsonl") for rank in range(peers)]
         units = 0 if contestant == PLAIN else length.rounds
@@ -298,7 +301,7 @@ def run_rival(turn: str, contestant: str, line: Line, peers: int, length: Length
         result = _measured(told, [log.times("step") for log in logs], window, counted)
         computing = _rival_computing(logs, window) if contestant != PLAIN else 1.0
         steps = {PLAIN: None, ALL_REDUCE: (1, 1)}.get(contestant, (SHORT_STEPS, SHORT_STEPS))
-        judge, start = Judge(length.windows), logs[0].times("training")[0]
+        judge, start = Judge(length.windows, told.seed), logs[0].times("training")[0]
         kept = [event for event in logs[0].events if event["event"] == "model"]
         models = [(0.0, 0.0, judge.loss(judge.initial))]
         for event in kept[:: max(1, len(kept) // 12)]:  # an evaluation takes a second
@@ -360,9 +363,7 @@ def _rival_computing(logs: Sequence[_Events], window: tuple[float, float]) -> fl
 
 
 @contextmanager
-def _rivals(
-    contestant: str, links: Links | None, peers: int, folder: Path
-) -> Iterator[list[Child]]:
+def _rivals(told: Result, links: Links | None, folder: Path) -> Iterator[list[Child]]:
     """Their processes, of which nothing is left."""
     tag, children = uuid.uuid4().hex, list[Child]()
     root = Path(__file__).resolve().parents[1]
@@ -374,11 +375,11 @@ def _rivals(
     }
     before = {str(path) for path in Path("/dev/shm").glob("torch_*")}
     try:
-        for rank in range(peers):
+        for rank in range(told.peers):
             settings = Settings(
-                kind=RIVALS[contestant],
+                kind=RIVALS[told.contestant],
                 rank=rank,
-                peers=peers,
+                peers=told.peers,
                 address="127.0.0.1" if links is None else links.address(rank),
                 first_address="127.0.0.1" if links is None else links.address(0),
                 folder=str(folder),
@@ -386,7 +387,7 @@ def _rivals(
                 inner=INNER,
                 batch=BATCH,
                 parts=PARTS,
-                seed=SEED,
+                seed=told.seed,
                 inner_steps=SHORT_STEPS,
                 model_s=MODEL_S,
             )
@@ -412,11 +413,9 @@ def _rivals(
 
 
 # ---- the product ---------------------------------------------------------------------------------
-def run_product(
-    turn: str, contestant: str, line: Line, peers: int, length: Length, inner_steps: int
-) -> Result:
+def run_product(told: Result, line: Line, length: Length, inner_steps: int) -> Result:
     """Run a swarm of the product's peers and measure it."""
-    told = Result(turn=turn, contestant=contestant, line=line.name, peers=peers)
+    contestant, peers = told.contestant, told.peers
     sections: dict[str, Any] = {"rounds": {"inner_steps": inner_steps}} | PRODUCT[contestant]
     manifest = run_manifest(
         model=WIDE_MODEL,
@@ -424,7 +423,7 @@ def run_product(
         batch=BATCH,
         inner=INNER,
         deadlines=USUAL_DEADLINES,
-        seed=SEED,
+        seed=told.seed,
         **sections,
     )
     with ExitStack() as stack:
@@ -492,9 +491,8 @@ def _swarm_window(
 
 def _anchors(swarm: ProcessSwarm, windows: int) -> list[tuple[float, float, float]]:
     """Of every record: seconds from the first inner step to it, tokens of the chain, loss."""
-    judge, codec, peer = Judge(windows), swarm.stage_codec(0), swarm.peers[0]
-    module = build_stage(WIDE_MODEL, 0, 1, SEED)
-    anchor = flatten_parameters(module, stage_layout(swarm.manifest, 0)).detach()
+    judge, codec, peer = Judge(windows, swarm.manifest.seed), swarm.stage_codec(0), swarm.peers[0]
+    anchor = judge.initial.clone()
     momentum, log = torch.zeros_like(anchor), swarm.round_log(peer)
     start = min(each.shown.steps[0] for each in swarm.peers if each.shown)
     found = [(0.0, 0.0, judge.loss(anchor))]
@@ -522,15 +520,12 @@ def _measured(
     )
 
 
-def run(
-    turn: str, contestant: str, line: Line, peers: int, length: Length, inner_steps: int
-) -> Result:
+def run(told: Result, line: Line, length: Length, inner_steps: int) -> Result:
     """Run any contestant; one that fails is a result, too."""
     try:
-        if contestant in RIVALS:
-            return run_rival(turn, contestant, line, peers, length)
-        return run_product(turn, contestant, line, peers, length, inner_steps)
+        if told.contestant in RIVALS:
+            return run_rival(told, line, length)
+        return run_product(told, line, length, inner_steps)
     except (AssertionError, RuntimeError, OSError, EnvironmentFault) as error:
         text = f"failed: {error}"[:200]
-        told = Result(turn=turn, contestant=contestant, line=line.name, peers=peers)
         return replace(told, outcome=text)

@@ -1,13 +1,14 @@
 """Beside a plain loop, AllReduce, OpenDiLoCo and DiLoCoX: tokens/s, bytes and loss on slow links.
 
-    python benchmarks/baselines.py [--links 100 10 1 lossy] [--peers 2] [--runs 2] [--keep FILE]
+    python benchmarks/baselines.py [--links 100 10 1 lossy far] [--peers 2] [--runs 2] [--seed 0]
+                                   [--keep FILE]
 
 Every contestant trains the same Llama of 3.4 million parameters on the same text with AdamW, 4
 windows of 128 bytes a peer and step, one torch thread a peer. Each peer is a process (ours: the
 five of `dilocox peer`) behind a link of its own, so it needs Linux and root. baseline_runs.py and
 baseline_peer.py say what each contestant is; a link is 100, 10 or 1 Mbit/s each way, `lossy` 10
-Mbit/s with 50 ms one way and 1 % of the packets lost; `none` is loopback, where the synchronous
-ones reach as many tokens as ours, for their loss.
+Mbit/s with 50 ms one way and 1 % of the packets lost, `far` 10 Mbit/s with 250 ms one way; `none`
+is loopback, where the synchronous ones reach as many tokens as ours, for their loss.
 
 A row is one contestant on one link, the mean of its runs and half of their spread:
 
@@ -22,7 +23,8 @@ A row is one contestant on one link, the mean of its runs and half of their spre
 A synchronous contestant has the same loss after as many tokens on any link: where its run on this
 one did not get so far, the loss is that of another link after so many tokens. Runs take turns:
 `--keep` adds to the results in a file and tables all that it holds, so that a long measurement can
-be cut into many calls. Contestants of one call are run one after the other, then all once more.
+be cut into many calls. Contestants of one call are run one after the other, then all once more, of
+the next seed (initial weights and order of the data).
 """
 
 from __future__ import annotations
@@ -63,6 +65,7 @@ ON_LOOPBACK = (ALL_REDUCE, AVERAGER)
 QUICK_WINDOWS = 2
 AT_TOKENS, AT_S = 330_000, 60.0
 LIMIT_S = 420.0
+WORDS = {"lossy": "10 Mbit/s with delay and loss", "far": "10 Mbit/s, round trips of 500 ms"}
 PEERS = 2
 # tokens/s of ours over a rival's on a link, at least
 EXPECTED = (
@@ -249,7 +252,7 @@ def claimed(
 
 
 def _words(line: str) -> str:
-    return "10 Mbit/s with delay and loss" if line == "lossy" else f"{line} Mbit/s"
+    return WORDS.get(line, f"{line} Mbit/s")
 
 
 def claims(report: Report, results: Sequence[Result], lines: Sequence[str]) -> None:
@@ -277,7 +280,9 @@ def plots(report: Report, results: Results, lines: Sequence[str]) -> None:
     """Tokens/s over the links' rate, and the loss over time."""
     speeds: dict[str, list[tuple[float, float]]] = {}
     losses: dict[str, list[tuple[float, float]]] = {}
-    rates = sorted((mbit, name) for name in lines if name != "lossy" and (mbit := LINES[name].mbit))
+    rates = sorted(
+        (mbit, name) for name in lines if name not in WORDS and (mbit := LINES[name].mbit)
+    )
     for contestant in CONTESTANTS:
         for mbit, name in rates:
             if good := results.of(contestant, name):
@@ -299,6 +304,7 @@ def main() -> None:
     made.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     made.add_argument("--peers", type=int, default=PEERS, help="2 or more")
     made.add_argument("--runs", type=int, default=2, help="of each contestant; 0: only the tables")
+    made.add_argument("--seed", type=int, default=0, help="of the first of them")
     made.add_argument("--inner-steps", type=int, default=ROUND_STEPS, help="H of ours at first")
     made.add_argument("--tokens", type=float, default=AT_TOKENS, help="for the loss at tokens")
     made.add_argument("--seconds", type=float, default=AT_S, help="for the loss at a time")
@@ -320,12 +326,15 @@ def main() -> None:
             if fits and not (lonely and line != arguments.links[0]):
                 wanted.append((contestant, line))
     results = Result.read(arguments.keep) if arguments.keep else []
-    for _ in range(arguments.runs):
+    for seed in range(arguments.seed, arguments.seed + arguments.runs):
         turn = time.strftime("%Y-%m-%d %H:%M:%S")
         for contestant, name in wanted:
             line = LINES[name]
             took = length(contestant, line, quick=arguments.quick)
-            result = run(turn, contestant, line, arguments.peers, took, arguments.inner_steps)
+            told = Result(
+                turn=turn, contestant=contestant, line=name, peers=arguments.peers, seed=seed
+            )
+            result = run(told, line, took, arguments.inner_steps)
             results.append(result)
             if arguments.keep:
                 with arguments.keep.open("a") as file:

@@ -1,6 +1,6 @@
 """Muon in a real swarm: its dense codecs beside synchronous Muon, and beside AdamW.
 
-    python benchmarks/muon_swarm.py [--tokens 600000] [--large] [--muon-rate 4e-3]
+    python benchmarks/muon_swarm.py [--tokens 600000] [--seeds 1] [--large] [--muon-rate 4e-3]
                                     [--only NAME ...] [--quick] [--out DIR]
 
 Two replicas of two stages, four real peers (`dilocox peer`) of one thread on loopback, train a
@@ -9,11 +9,12 @@ Python's standard library. A row is a run.yaml: synchronous Muon with 16 bits, M
 4 and 2 bits, synchronous AdamW, and AdamW with the codec of a run.yaml that names none. H is 60 for
 all; the inner learning rates are 0.001 for AdamW, and for Muon what --muon-rate says, to be tried
 with its first row; the outer steps are those that convergence.py found for either. Rows run one
-after another until the chain of stage 0 has so many tokens.
+after another until the chain of stage 0 has so many tokens, all of one seed, then of the next.
 
 The loss is that of anchors on held-out windows, as the heads tell it: at the tokens that all rows
-reached, between the two records around them. A swarm is no simulation: when a record arrives
-depends on what else the machine does, so a difference under a percent says nothing.
+reached, between the two records around them; the mean of the seeds, and half of their spread. A
+swarm is no simulation: when a record arrives depends on what else the machine does, so a difference
+under a percent says nothing.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import showcase
+from benchmarks.baselines import spread
 from benchmarks.convergence_rules import MUON, SYNCHRONOUS, TUNED
-from benchmarks.report import Column, Report, parser
+from benchmarks.report import SPREAD, Column, Report, parser
 from tests.swarm.exchange_costs import WIDE_MODEL
 from tests.swarm.harness import ProcessSwarm, memory_folder
 from tests.swarm.small_run import MODEL, USUAL_DEADLINES, fixed_steps, run_manifest
@@ -78,11 +80,12 @@ def sections(name: str, muon_rate: float) -> dict[str, dict[str, Any]]:
 
 
 def description(
-    row: dict[str, dict[str, Any]], model: dict[str, Any], steps: int
+    row: dict[str, dict[str, Any]], model: dict[str, Any], steps: int, seed: int
 ) -> dict[str, Any]:
     """The run.yaml of a row."""
     return run_manifest(
         model=model,
+        seed=seed,
         stages=STAGES,
         data={"held_out_windows": 32},
         batch=BATCH,
@@ -133,26 +136,38 @@ def loss_at(losses: Sequence[tuple[float, float]], tokens: float) -> float | Non
     return None
 
 
-def show(found: dict[str, Run], report: Report) -> None:
+def show(found: dict[str, list[Run]], report: Report) -> None:
     """The table and the curves."""
-    common = min(each.losses[-1][0] for each in found.values())
-    reference = loss_at(found[REFERENCE].losses, common) if REFERENCE in found else None
+    common = min(each.losses[-1][0] for runs in found.values() for each in runs)
+    losses = {name: [loss_at(each.losses, common) for each in runs] for name, runs in found.items()}
     rows = list[tuple[object, ...]]()
-    for name, each in found.items():
-        loss = loss_at(each.losses, common)
-        over = loss / reference - 1 if loss and reference else None
-        rows.append((name, loss, over, each.sent_bytes / 1e6, each.tokens_per_s, each.voids))
+    for name, runs in found.items():
+        pairs = zip(losses[name], losses.get(REFERENCE, ()), strict=False)
+        over = [loss / reference - 1 for loss, reference in pairs if loss and reference]
+        rows.append(
+            (
+                name,
+                *spread([loss for loss in losses[name] if loss]),
+                *spread(over),
+                fmean(each.sent_bytes for each in runs) / 1e6,
+                fmean(each.tokens_per_s for each in runs),
+                sum(each.voids for each in runs),
+            )
+        )
     columns = [
         Column("row"),
         Column(f"at {common / 1e3:,.0f} thousand tokens", ".4f"),
+        Column(SPREAD, ".4f"),
         Column(f"over {REFERENCE}", "+.1%"),
+        Column(SPREAD, ".1%"),
         Column("MB a round", ",.2f"),
         Column("tokens/s", ",.0f"),
         Column("voids", "d"),
     ]
     report.table(columns, rows, title="nats a token of held-out text, by tokens of the chain")
     lines = {
-        name: [(tokens / 1e6, loss) for tokens, loss in each.losses] for name, each in found.items()
+        name: [(tokens / 1e6, loss) for tokens, loss in runs[0].losses]
+        for name, runs in found.items()
     }
     report.plot("million tokens", "nats a token", lines)
 
@@ -161,6 +176,7 @@ def main() -> None:
     """Run the rows, one after another, and print."""
     made = parser(__doc__)
     made.add_argument("--tokens", type=float, default=6e5, help="of the chain, in each row")
+    made.add_argument("--seeds", type=int, default=1, help="runs of each row, one a seed")
     made.add_argument("--large", action="store_true", help="10.9 million parameters")
     made.add_argument("--muon-rate", type=float, default=MUON_RATE, help="Muon's learning rate")
     made.add_argument("--only", nargs="+", choices=ROWS, help="of the rows these alone")
@@ -170,12 +186,15 @@ def main() -> None:
         model = showcase.WHOLE.model
     if arguments.quick:
         model, tokens, steps = MODEL, 3.0 * ROUND_TOKENS * QUICK_STEPS / INNER_STEPS, QUICK_STEPS
-    found = dict[str, Run]()
-    for name in arguments.only or (ROWS if not arguments.quick else ROWS[:2]):
-        row = sections(name, arguments.muon_rate)
-        found[name] = run(description(row, model, steps), tokens)
-        reached, loss = found[name].losses[-1]
-        report.say(f"{name}: loss {loss:.4f} after {reached:,.0f} tokens")
+    names = arguments.only or (ROWS if not arguments.quick else ROWS[:2])
+    found: dict[str, list[Run]] = {name: [] for name in names}
+    for seed in range(arguments.seeds):
+        for name in names:
+            row = sections(name, arguments.muon_rate)
+            done = run(description(row, model, steps, seed), tokens)
+            found[name].append(done)
+            reached, loss = done.losses[-1]
+            report.say(f"{name}, seed {seed}: loss {loss:.4f} after {reached:,.0f} tokens")
     show(found, report)
     report.close()
 

@@ -174,6 +174,13 @@ BENCHES = (
     ),
     Bench(name="slow-peer", script="slow_peer.py", arguments=("--rounds", "4"), limit_s=600),
     Bench(
+        name="muon-swarm",
+        script="muon_swarm.py",
+        arguments=("--tokens", "2.5e5", "--only", "Muon, synchronous", "Muon, 2 bit"),
+        quick=("--quick", "--only", "Muon, 2 bit"),
+        limit_s=900,
+    ),
+    Bench(
         name="real-size",
         script="real_size.py",
         arguments=("--parameters", "2e7", "--rank", "16", "--round", "8"),

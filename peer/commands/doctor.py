@@ -14,7 +14,6 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -108,8 +107,11 @@ class Examination:
         if not self._loaded:
             return "tmp" if unwritable is not None else "libraries"
         port = yield from self._ports()
+        from dilocox.dht.addresses import dial_faults
+
         self._busy("dialling the bootstraps")
-        dialled = doctor_checks.bootstrap_checks(self._dialled())
+        faults = dial_faults(self._options.invite.bootstraps)
+        dialled = doctor_checks.bootstrap_checks(faults)
         yield from dialled
         if all(check.status == "failed" for check in dialled):
             return "bootstrap"
@@ -141,13 +143,6 @@ class Examination:
             taken = _raised(lambda: check_port(*at))
             yield doctor_checks.port_check("metrics", *at, taken, own_peer=own)
         return options.port if error is None else 0
-
-    def _dialled(self) -> dict[str, str | None]:
-        from dilocox.dht.addresses import dial_fault
-
-        addresses = self._options.invite.bootstraps
-        with ThreadPoolExecutor(max_workers=len(addresses)) as pool:
-            return dict(zip(addresses, pool.map(dial_fault, addresses), strict=True))
 
     @contextlib.contextmanager
     def _joined(self, port: int) -> Generator[Joined]:

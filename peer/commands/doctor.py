@@ -56,11 +56,11 @@ class ContributionEstimate:
 
 
 class Examination:
-    """One of them. `part` is known when it is over, None where it could not be found out."""
+    """One of them. `contribution` is known when it is over, None where it was not found out."""
 
     def __init__(self, options: DoctorOptions, busy: Callable[[str], None]):
         """busy: told what takes a while now."""
-        self.part: ContributionEstimate | None = None
+        self.contribution: ContributionEstimate | None = None
         self._options = options
         self._busy = busy
         self._folder = StateFolder(options.state)
@@ -281,7 +281,7 @@ class Examination:
         speed = replace(found, link_tokens_per_s=carried, shared=self._in_use)
         exchange_s = None if exchange is None else exchange.seconds
         if not speed.fault:
-            self.part = ContributionEstimate(
+            self.contribution = ContributionEstimate(
                 stage=stage, tokens_per_s=speed.through_per_s, exchange_s=exchange_s
             )
         return doctor_checks.speed_check(stage, speed, exchange_s)
@@ -326,37 +326,37 @@ def run_doctor(options: DoctorOptions) -> int:
             examination = Examination(options, printout.busy)
             checks = printout.show(examination.checks())
             printout.say("")
-            printout.say(verdict(checks, examination.part))
+            printout.say(verdict(checks, examination.contribution))
         else:
             examination = Examination(options, lambda _: None)
             checks = list(examination.checks())
-            write_json(options.json_file, as_json(checks, examination.part, options.invite))
+            write_json(options.json_file, as_json(checks, examination.contribution, options.invite))
         return 1 if any(check.status == "failed" for check in checks) else 0
     return STOPPED
 
 
 def as_json(
-    checks: Sequence[Check], part: ContributionEstimate | None, invite: Invite
+    checks: Sequence[Check], contribution: ContributionEstimate | None, invite: Invite
 ) -> dict[str, Any]:
     """What scripts read: the lines, and what this machine would contribute."""
     return {
         "run": invite.run_id,
         "version": __version__,
         "can_take_part": all(check.status != "failed" for check in checks),
-        "verdict": verdict(checks, part),
-        "part": None if part is None else asdict(part),
+        "verdict": verdict(checks, contribution),
+        "contribution": None if contribution is None else asdict(contribution),
         "checks": [asdict(check) for check in checks],
     }
 
 
-def verdict(checks: Sequence[Check], part: ContributionEstimate | None) -> str:
+def verdict(checks: Sequence[Check], contribution: ContributionEstimate | None) -> str:
     """What it comes to, in one sentence."""
     failed = [check.name for check in checks if check.status == "failed"]
     if failed:
         return f"This machine cannot take part yet: fix {', '.join(dict.fromkeys(failed))}."
     text = "This machine can take part"
-    if part is not None:
-        text += f": stage {part.stage}, about {rounded(part.tokens_per_s)} tokens/s"
+    if contribution is not None:
+        text += f": stage {contribution.stage}, about {rounded(contribution.tokens_per_s)} tokens/s"
     warned = list(dict.fromkeys(check.name for check in checks if check.status == "warning"))
     return f"{text}; see the warnings: {', '.join(warned)}." if warned else f"{text}."
 

@@ -34,7 +34,7 @@ from dilocox.pipeline.frames import CODECS, encoded_bytes
 from dilocox.pipeline.partition import EMBEDDING_DISCOUNT, hidden_size, plan_stages
 from dilocox.pipeline.stage import stage_layout
 from dilocox.pipeline.stage_worker import window_size
-from dilocox.pipeline.tuning import next_codec
+from dilocox.pipeline.tuning import line_payloads, next_codec
 
 WIRE = 1.05  # bytes of a link for each byte of payload: headers of IP, TCP, Noise and frames
 LAST_WAYS = 3  # of an exchange: words of the means, votes, and the answers to these
@@ -247,7 +247,7 @@ class RunPlan:
         if stages == 1:
             return StepFacts(computing_s=computing, total_s=computing)
         shape = batch.microbatch_size, batch.sequence_length, hidden_size(self.manifest.model)
-        payloads = 1 if stages == 2 else 2  # of a microbatch, over the busiest stage's line
+        payloads = line_payloads(stages)
         codec = self.manifest.pipeline.codec
         if codec == "auto":
             room = machines.slower_bytes_s / WIRE * slowest

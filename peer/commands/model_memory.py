@@ -36,7 +36,9 @@ def writing_bytes(manifest: Manifest, dtype: str, *, refreshes: bool = False) ->
     return PROCESSES_BYTES + beside + item * kept
 
 
-def check_room(what: str, needed: int, remedy: str, limit_bytes: float | None = None) -> None:
+def check_model_memory(
+    what: str, needed: int, remedy: str, limit_bytes: float | None = None
+) -> None:
     """Raise InvalidInput where that is over the limit, EnvironmentFault where it is not free.
 
     what: is done with the model, as in "to serve". remedy: what else one may do, before "or".

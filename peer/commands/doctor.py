@@ -29,7 +29,7 @@ from dilocox.dht.invite import Invite
 from dilocox.peer import memory_and_disk
 from dilocox.peer.commands import doctor_checks
 from dilocox.peer.commands.doctor_checks import BandwidthFacts, fault, libraries, rounded
-from dilocox.peer.memory_and_disk import Check, Status, available_bytes, disk_free
+from dilocox.peer.memory_and_disk import Check, Status, available_bytes, disk_free, total_bytes
 from dilocox.peer.options import DoctorOptions
 from dilocox.peer.os_process import CLEAR_LINE, STOPPED, StopSignal, wide_console, write_json
 from dilocox.peer.state_folder import StateFolder
@@ -222,10 +222,11 @@ class Examination:
                 plans = [each.on_cpu for each in memory]
                 if device.kind == "cuda":
                     plans = [each.beside_gpu for each in memory]
-                    on_gpu, free = [each.on_gpu for each in memory], device.free_bytes
-                    found.append(doctor_checks.memory_check("gpu", free, None, on_gpu, stage))
-        free, limit = available_bytes(), options.memory_limit_bytes
-        found.append(doctor_checks.memory_check("memory", free, limit, plans, stage))
+                    on_gpu = [each.on_gpu for each in memory]
+                    had = device.free_bytes, device.total_bytes
+                    found.append(doctor_checks.memory_check("gpu", *had, None, on_gpu, stage))
+        had, limit = (available_bytes(), total_bytes()), options.memory_limit_bytes
+        found.append(doctor_checks.memory_check("memory", *had, limit, plans, stage))
         found.append(self._disk(known))
         yield from found
         return ", ".join(check.name for check in found if check.status == "failed")

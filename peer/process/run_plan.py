@@ -23,7 +23,7 @@ from dilocox.compression.stage_codec import Phase
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_sections import CodecSpec, InitialSpec, OperationSpec
-from dilocox.peer.memory_and_disk import SPARE_SHARE, MemoryNeeds, size
+from dilocox.peer.memory_and_disk import MemoryNeeds, memory_status, size
 from dilocox.peer.process.prepare import fewest_stages, memory_of_stages, stage_kinds
 from dilocox.peer.rounds.grid import Grid
 from dilocox.peer.rounds.rank_choice import least_inner_steps
@@ -188,7 +188,7 @@ class RunPlan:
     def _fits(self, needs: MemoryNeeds) -> bool:
         machines, taken = self.machines, self._of_machine(needs)
         rooms = ((taken, machines.memory_bytes), (needs.on_gpu, machines.gpu_memory_bytes))
-        return all(room is None or need <= SPARE_SHARE * room for need, room in rooms)
+        return all(room is None or memory_status(need, room) == "ok" for need, room in rooms)
 
     @property
     def fits(self) -> bool:

@@ -202,7 +202,13 @@ def test_what_does_not_fit_a_machine_is_known_before_it_moves_there(
         return unfit(given_options, run, tmp_path / "stage", 0, cpu)
 
     assert why() == ""
-    assert "more than --memory-limit" in why(memory_limit_gb=0.1)
+    assert why(memory_limit_gb=0.1).startswith("--memory-limit 0.1: this stage needs about")
+    with monkeypatch.context() as small:  # the peer would not start there
+        small.setattr(memory_and_disk, "total_bytes", lambda: 500_000_000)
+        assert "larger machine" in why()
+        small.setattr(memory_and_disk, "total_bytes", lambda: 10**12)
+        small.setattr(memory_and_disk, "available_bytes", lambda: 0)
+        assert why() == ""  # its own stage is still there
     missing = replace(manifest.data, source=str(tmp_path / "none"), format="text")
     assert "none" in why(replace(manifest, data=missing))
     monkeypatch.setattr(prepare, "disk_free", lambda _: 1000)
@@ -401,5 +407,7 @@ def test_a_container_has_what_it_is_allowed_and_not_what_the_machine_has(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     assert memory_and_disk.available_bytes(tmp_path) == 30_000_000  # what can be dropped is free
+    assert memory_and_disk.total_bytes(tmp_path) == 50_000_000
     (tmp_path / names[version][0]).write_text("max\n")
+    assert memory_and_disk.total_bytes(tmp_path) > 50_000_000
     assert memory_and_disk.available_bytes(tmp_path) > 50_000_000

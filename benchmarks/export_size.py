@@ -43,7 +43,7 @@ from dilocox.dht.records import ClaimRecord
 from dilocox.peer.chain.store import RoundLog
 from dilocox.peer.chain.uploads import Source, find_in_log, open_state
 from dilocox.peer.commands.export import export_run
-from dilocox.peer.commands.model_room import DTYPES
+from dilocox.peer.commands.model_memory import DTYPES
 from dilocox.peer.options import AnchorOptions
 from dilocox.peer.rounds.record import stage_codec
 from dilocox.pipeline.partition import plan_stages

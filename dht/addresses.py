@@ -124,7 +124,7 @@ def reachable_bootstraps(bootstraps: Sequence[str], patience_s: float) -> tuple[
     """
     deadline = time.monotonic() + min(patience_s, BOOTSTRAP_PATIENCE_S)
     while True:
-        faults = _dial_faults(bootstraps)
+        faults = dial_faults(bootstraps)
         if reachable := _without_fault(faults):
             return reachable
         if time.monotonic() >= deadline:
@@ -147,7 +147,7 @@ def wait_for_entry(
         try:
             reachable_bootstraps(bootstraps, patience_s)
         except BootstrapsSilent as error:
-            if reachable := _without_fault(_dial_faults(fallback.addresses)):
+            if reachable := _without_fault(dial_faults(fallback.addresses)):
                 logger.warning("%s; joining by peers that were there before", error)
                 return replace(fallback, addresses=reachable)
             if not told:
@@ -158,7 +158,7 @@ def wait_for_entry(
             return NO_FALLBACK
 
 
-def _dial_faults(addresses: Sequence[str]) -> dict[str, str | None]:
+def dial_faults(addresses: Sequence[str]) -> dict[str, str | None]:
     """What `dial_fault` says of each; asked at the same time."""
     with ThreadPoolExecutor(max_workers=max(1, len(addresses))) as pool:
         return dict(zip(addresses, pool.map(dial_fault, addresses), strict=True))

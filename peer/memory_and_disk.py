@@ -25,6 +25,7 @@ PROCESSES_BYTES = 800_000_000  # the four processes before the first vector, mea
 WORK_BYTES = 80_000_000  # what kernels and the allocator take when a CPU begins to train, measured
 HEAP_SHARE = 1.15  # of activations on a CPU: the heap's gaps, measured
 CUDA_BYTES = 600_000_000  # what CUDA takes of a GPU for each process, more or less
+SPARE_SHARE = 0.85  # of all that a peer may take: a plan above it leaves little to spare
 LARGEST_OWN_WINDOW = 1024  # microbatches in flight
 
 # Of a container, by version of Linux's control groups: the limit, what is used, and details.
@@ -88,29 +89,39 @@ class MemoryNeeds:
         return 4 * 4 * self.values
 
 
-def check_memory(needs: MemoryNeeds, limit_bytes: float | None, device: torch.device) -> None:
-    """Refuse (InvalidInput) to start a peer that cannot stay within the limit; where machine or GPU
-    have less than planned, warn: other programs may end, and not all of it is taken at once.
+def memory_status(needed: float, most: float, free: float = math.inf) -> Status:
+    """Whether so many bytes suit a machine or GPU: "failed" above the most that a peer may take,
+    "warning" above SPARE_SHARE of it, or what is free now: other programs may end, and not all of
+    it is taken at once.
     """
-    on_cpu = device.type == "cpu"
-    planned = needs.of_machine(device)
+    if needed > most:
+        return "failed"
+    return "warning" if needed > min(SPARE_SHARE * most, free) else "ok"
+
+
+def check_memory(needs: MemoryNeeds, limit_bytes: float | None, device: torch.device) -> list[str]:
+    """Refuse (InvalidInput) a stage that takes more than --memory-limit, or all that machine or GPU
+    have; else what it may be short of, in words.
+    """
+    planned, total = needs.of_machine(device), total_bytes()
     if limit_bytes is not None and planned > limit_bytes:
         raise InvalidInput(
-            f"--memory-limit {limit_bytes / 1e9:.1f}: this stage needs about "
-            f"{planned / 1e9:.1f} GB; raise the limit or host a smaller stage"
+            f"--memory-limit {limit_bytes / 1e9:.1f}: this stage needs about {size(planned)}; "
+            "raise the limit or host a smaller stage"
         )
-    rooms = [("memory", planned, available_bytes())]
-    if not on_cpu:
-        rooms.append(("GPU memory", needs.on_gpu, gpu_free_bytes(device)))
-    for kind, wanted, free in rooms:
-        if wanted > free:
-            logger.warning(
-                "this stage needs about %.1f GB of %s, %.1f GB are free: close other programs or "
-                "host a smaller stage, or the system may end this peer",
-                wanted / 1e9,
-                kind,
-                free / 1e9,
-            )
+    kinds = [("memory", planned, min(total, limit_bytes or total), available_bytes())]
+    if device.type != "cpu":
+        kinds.append(("GPU memory", needs.on_gpu, gpu_total_bytes(device), gpu_free_bytes(device)))
+    short: list[str] = []
+    for kind, needed, most, free in kinds:
+        status = memory_status(needed, most, free)
+        words = f"this stage needs about {size(needed)} of {kind}, {size(most)} is all that it may"
+        if status == "failed":
+            raise InvalidInput(f"{words} have: host a smaller stage or use a larger machine")
+        if status == "warning":
+            remedy = "close other programs or host a smaller stage, or this peer may be ended"
+            short.append(f"{words} have, {size(free)} are free: {remedy}")
+    return short
 
 
 def gpu_free_bytes(device: torch.device) -> int:
@@ -118,6 +129,13 @@ def gpu_free_bytes(device: torch.device) -> int:
     import torch
 
     return torch.cuda.mem_get_info(device)[0]
+
+
+def gpu_total_bytes(device: torch.device) -> int:
+    """All memory of a GPU."""
+    import torch
+
+    return torch.cuda.mem_get_info(device)[1]
 
 
 def gpu_cached_bytes(device: torch.device) -> int:
@@ -143,7 +161,7 @@ def check_use(pids: list[int], limit_bytes: float | None) -> None:
     taken = sum(proportional_bytes(pid) for pid in pids)
     if taken > limit_bytes:
         raise EnvironmentFault(
-            f"this peer takes {taken / 1e9:.1f} GB, more than --memory-limit "
+            f"this peer takes {size(taken)}, more than --memory-limit "
             f"{limit_bytes / 1e9:.1f}; raise the limit, start with --recompute, or host a "
             "smaller stage"
         )
@@ -186,20 +204,32 @@ def available_bytes(groups: Path = GROUPS_FOLDER) -> int:
     return int(min(machine, *(_left_in_group(*map(groups.joinpath, files)) for files in _GROUPS)))
 
 
+def total_bytes(groups: Path = GROUPS_FOLDER) -> int:
+    """All memory of the machine, or what the container may take if that is less."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(min(machine, *(_allowed(groups / limit) for limit, _, _ in _GROUPS)))
+
+
+def _allowed(limit: Path) -> float:
+    try:
+        return int(limit.read_text())
+    except (OSError, ValueError):  # a limit of "max" is none
+        return math.inf
+
+
 def _left_in_group(limit: Path, used: Path, details: Path) -> float:
     """What a container's control group leaves; infinite where there is no limit, or no group.
 
     Files that were read and can be dropped count as used there, but are given back when needed.
     """
     try:
-        allowed = int(limit.read_text())
         taken = int(used.read_text())
         lines = details.read_text().splitlines()
-    except (OSError, ValueError):  # a limit of "max" is none
+    except (OSError, ValueError):
         return math.inf
     facts = dict(line.split(maxsplit=1) for line in lines if " " in line)
     droppable = facts.get("total_inactive_file", facts.get("inactive_file", "0"))
-    return max(0, allowed - taken + int(droppable))
+    return max(0, _allowed(limit) - taken + int(droppable))
 
 
 def proportional_bytes(pid: int) -> int:
@@ -216,7 +246,6 @@ def proportional_bytes(pid: int) -> int:
 
 
 Status = Literal["ok", "warning", "failed", "skipped"]
-SPARE_SHARE = 0.85  # of what is free: a plan above it leaves little for other programs
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class Tuning:
         compute_s = max(report.compute_s for report in reports)
         travel_s = 0.0
         chosen: list[str] = []
-        payloads = 1 if len(reports) == 2 else 2
+        payloads = line_payloads(len(reports))
         for link, last in enumerate(codecs):
             upper, lower = reports[link], reports[link + 1]
             measured = [s for s in (lower.upper_bytes_per_s, upper.lower_bytes_per_s) if s > 0]
@@ -73,13 +73,19 @@ class Tuning:
         return tuple(chosen), min(self.window, limit) if self.window else window
 
 
+def line_payloads(stages: int) -> int:
+    """How many payloads of a microbatch go out over the line of the busiest stage, which has one
+    for all its neighbours: 2 of one in the middle, an activation down and a gradient up, else 1.
+    """
+    return 1 if stages == 2 else 2
+
+
 def next_codec(codec: str, room: float, shape: Shape, *, payloads: int) -> str:
     """The most faithful of bf16, int8 and int4 under which a link does not hold its stages up.
 
     codec: that of the last inner step. room: bytes that pass the link one way, as fast as payloads
-    passed it then, during one forward plus one backward. shape: [b, t, d]. payloads: how many a
-    microbatch sends over the line of the busiest end, which has one line for all its neighbours: 2
-    of a stage in the middle, an activation down and a gradient up, else 1.
+    passed it then, during one forward plus one backward. shape: [b, t, d]. payloads: as
+    `line_payloads` says.
 
     A payload has to fit into `room`, for while a line is full, what was measured is a payload's
     share of it. A more faithful codec than `codec` needs room for `payloads` and a margin, because

@@ -40,6 +40,7 @@ from dilocox.peer.chain.chain_client import (
 )
 from dilocox.peer.chain.fork_choice import ClaimBook, Trust, holders
 from dilocox.peer.chain.header_client import CountedRounds
+from dilocox.peer.chain.record_check import STATE_BYTES
 from dilocox.peer.os_process import counted
 from dilocox.peer.rounds.record import RecordRefused, RoundRecord
 
@@ -113,7 +114,7 @@ class ChainFollower:
         self._with_lease: Callable[[], None] | None = None  # what is to be done then
         self._not_before = 0.0
         self._state_needed: _StateNeeded | None = None
-        self._state_bytes = 2 * 4 * local.layout.numel  # anchor and momentum
+        self._state_bytes = STATE_BYTES * local.layout.numel
         self._no_state_before = 0.0  # monotonic: until then no state would save bytes
         self._record_lifetime_s = local.manifest.deadlines.record_lifetime_s
         self._wanted: ClaimRecord | None = None  # what was looked for last

@@ -24,6 +24,7 @@ from dilocox.peer.rounds.record import (
 )
 from dilocox.peer.rounds.standing import follows, most_tokens
 
+STATE_BYTES = 2 * 4  # of a state for each value: anchor and momentum
 MAX_STATE_HEADER_BYTES = 1 << 16
 MOST_VOID = 1_000_000  # rounds in a row: of ten seconds each, what four months have
 
@@ -53,7 +54,7 @@ class RecordCheck:
 
     @property
     def state_bytes(self) -> int:
-        return 8 * self.layout.numel + MAX_STATE_HEADER_BYTES
+        return STATE_BYTES * self.layout.numel + MAX_STATE_HEADER_BYTES
 
     def record(self, data: bytes, certificate: bytes) -> RoundRecord:
         """The record, if it is sound, of this run, stage and model, and committed by a majority."""

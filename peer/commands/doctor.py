@@ -14,7 +14,6 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,7 +29,7 @@ from dilocox.dht.invite import Invite
 from dilocox.peer import memory_and_disk
 from dilocox.peer.commands import doctor_checks
 from dilocox.peer.commands.doctor_checks import BandwidthFacts, fault, libraries, rounded
-from dilocox.peer.memory_and_disk import Check, Status, available_bytes, disk_free
+from dilocox.peer.memory_and_disk import Check, Status, available_bytes, disk_free, total_bytes
 from dilocox.peer.options import DoctorOptions
 from dilocox.peer.os_process import CLEAR_LINE, STOPPED, StopSignal, wide_console, write_json
 from dilocox.peer.state_folder import StateFolder
@@ -57,11 +56,11 @@ class ContributionEstimate:
 
 
 class Examination:
-    """One of them. `part` is known when it is over, None where it could not be found out."""
+    """One of them. `contribution` is known when it is over, None where it was not found out."""
 
     def __init__(self, options: DoctorOptions, busy: Callable[[str], None]):
         """busy: told what takes a while now."""
-        self.part: ContributionEstimate | None = None
+        self.contribution: ContributionEstimate | None = None
         self._options = options
         self._busy = busy
         self._folder = StateFolder(options.state)
@@ -108,8 +107,11 @@ class Examination:
         if not self._loaded:
             return "tmp" if unwritable is not None else "libraries"
         port = yield from self._ports()
+        from dilocox.dht.addresses import dial_faults
+
         self._busy("dialling the bootstraps")
-        dialled = doctor_checks.bootstrap_checks(self._dialled())
+        faults = dial_faults(self._options.invite.bootstraps)
+        dialled = doctor_checks.bootstrap_checks(faults)
         yield from dialled
         if all(check.status == "failed" for check in dialled):
             return "bootstrap"
@@ -141,13 +143,6 @@ class Examination:
             taken = _raised(lambda: check_port(*at))
             yield doctor_checks.port_check("metrics", *at, taken, own_peer=own)
         return options.port if error is None else 0
-
-    def _dialled(self) -> dict[str, str | None]:
-        from dilocox.dht.addresses import dial_fault
-
-        addresses = self._options.invite.bootstraps
-        with ThreadPoolExecutor(max_workers=len(addresses)) as pool:
-            return dict(zip(addresses, pool.map(dial_fault, addresses), strict=True))
 
     @contextlib.contextmanager
     def _joined(self, port: int) -> Generator[Joined]:
@@ -227,10 +222,11 @@ class Examination:
                 plans = [each.on_cpu for each in memory]
                 if device.kind == "cuda":
                     plans = [each.beside_gpu for each in memory]
-                    on_gpu, free = [each.on_gpu for each in memory], device.free_bytes
-                    found.append(doctor_checks.memory_check("gpu", free, None, on_gpu, stage))
-        free, limit = available_bytes(), options.memory_limit_bytes
-        found.append(doctor_checks.memory_check("memory", free, limit, plans, stage))
+                    on_gpu = [each.on_gpu for each in memory]
+                    had = device.free_bytes, device.total_bytes
+                    found.append(doctor_checks.memory_check("gpu", *had, None, on_gpu, stage))
+        had, limit = (available_bytes(), total_bytes()), options.memory_limit_bytes
+        found.append(doctor_checks.memory_check("memory", *had, limit, plans, stage))
         found.append(self._disk(known))
         yield from found
         return ", ".join(check.name for check in found if check.status == "failed")
@@ -286,7 +282,7 @@ class Examination:
         speed = replace(found, link_tokens_per_s=carried, shared=self._in_use)
         exchange_s = None if exchange is None else exchange.seconds
         if not speed.fault:
-            self.part = ContributionEstimate(
+            self.contribution = ContributionEstimate(
                 stage=stage, tokens_per_s=speed.through_per_s, exchange_s=exchange_s
             )
         return doctor_checks.speed_check(stage, speed, exchange_s)
@@ -331,37 +327,37 @@ def run_doctor(options: DoctorOptions) -> int:
             examination = Examination(options, printout.busy)
             checks = printout.show(examination.checks())
             printout.say("")
-            printout.say(verdict(checks, examination.part))
+            printout.say(verdict(checks, examination.contribution))
         else:
             examination = Examination(options, lambda _: None)
             checks = list(examination.checks())
-            write_json(options.json_file, as_json(checks, examination.part, options.invite))
+            write_json(options.json_file, as_json(checks, examination.contribution, options.invite))
         return 1 if any(check.status == "failed" for check in checks) else 0
     return STOPPED
 
 
 def as_json(
-    checks: Sequence[Check], part: ContributionEstimate | None, invite: Invite
+    checks: Sequence[Check], contribution: ContributionEstimate | None, invite: Invite
 ) -> dict[str, Any]:
     """What scripts read: the lines, and what this machine would contribute."""
     return {
         "run": invite.run_id,
         "version": __version__,
         "can_take_part": all(check.status != "failed" for check in checks),
-        "verdict": verdict(checks, part),
-        "part": None if part is None else asdict(part),
+        "verdict": verdict(checks, contribution),
+        "contribution": None if contribution is None else asdict(contribution),
         "checks": [asdict(check) for check in checks],
     }
 
 
-def verdict(checks: Sequence[Check], part: ContributionEstimate | None) -> str:
+def verdict(checks: Sequence[Check], contribution: ContributionEstimate | None) -> str:
     """What it comes to, in one sentence."""
     failed = [check.name for check in checks if check.status == "failed"]
     if failed:
         return f"This machine cannot take part yet: fix {', '.join(dict.fromkeys(failed))}."
     text = "This machine can take part"
-    if part is not None:
-        text += f": stage {part.stage}, about {rounded(part.tokens_per_s)} tokens/s"
+    if contribution is not None:
+        text += f": stage {contribution.stage}, about {rounded(contribution.tokens_per_s)} tokens/s"
     warned = list(dict.fromkeys(check.name for check in checks if check.status == "warning"))
     return f"{text}; see the warnings: {', '.join(warned)}." if warned else f"{text}."
 

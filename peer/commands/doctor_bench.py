@@ -72,8 +72,9 @@ def _device(option: str, threads: int) -> DeviceFacts:
     try:
         device = chosen_device(option)
         if device.type == "cuda":
-            name, free = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[0]
-            return DeviceFacts(kind="cuda", name=name, free_bytes=free)
+            name = torch.cuda.get_device_name(device)
+            free, total = torch.cuda.mem_get_info(device)
+            return DeviceFacts(kind="cuda", name=name, free_bytes=free, total_bytes=total)
     except (DilocoxError, RuntimeError) as error:
         reason = str(error).splitlines()[0].removeprefix(f"--device {option}: ")
         return DeviceFacts(fault=reason.partition("; choose")[0])

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal
 from dilocox.dht.errors import DilocoxError, reason_of
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import bootstrap_address
-from dilocox.peer.memory_and_disk import SPARE_SHARE, Check, nearest, size
+from dilocox.peer.memory_and_disk import Check, memory_status, nearest, size
 from dilocox.peer.os_process import counted
 from dilocox.peer.state_folder import StateFolder
 
@@ -167,33 +167,37 @@ def key_check(folder: StateFolder) -> tuple[Check, str]:
 def memory_check(
     name: str,
     free_bytes: int,
+    total_bytes: int,
     limit_bytes: float | None,
     plans: Sequence[int] | None,
     stage: int | None,
 ) -> Check:
-    """Whether the stage, and which others, fit into memory.
+    """Whether the stage, and which others, fit into memory, by the rule of a peer's start.
 
     name: "memory", or the GPU's. limit_bytes: of `--memory-limit`. plans: bytes that a peer of each
     stage takes, None where the run is not known. stage: the one that this peer takes.
     """
-    room = free_bytes if limit_bytes is None else min(free_bytes, int(limit_bytes))
-    limited = room < free_bytes
-    text = f"{size(room)} {'allowed by --memory-limit' if limited else 'free'}"
+    most = min(total_bytes, limit_bytes or total_bytes)
+    room, limited = min(free_bytes, int(most)), most < total_bytes
+    text = f"{size(room)} {'allowed by --memory-limit' if room < free_bytes else 'free'}"
     if plans is None or stage is None:
         return Check(name, "ok", text)
     fitting = [number for number, plan in enumerate(plans) if plan <= room]
     text += f", {size(plans[stage])} needed for stage {stage}"
     if len(plans) > 1:
         text += f"; {_stages(fitting, len(plans))}"
-    if plans[stage] > room:
-        smaller = f", or host stage {fitting[0]} with `--stage {fitting[0]}`" if fitting else ""
-        raise_it = "raise --memory-limit" if limited else "close other programs"
-        if name == "gpu":
-            raise_it = "--recompute, --offload or --device cpu takes less, or close other programs"
-        return Check(name, "failed", text, f"{raise_it}{smaller or ', or use a larger machine'}")
-    if plans[stage] > SPARE_SHARE * room and not limited:
-        return Check(name, "warning", text, "close other programs, or the system may end the peer")
-    return Check(name, "ok", text)
+    status = memory_status(plans[stage], most, free_bytes)
+    if status == "ok":
+        return Check(name, status, text)
+    text += f"; a peer here may take {size(most)}"
+    remedy = "raise --memory-limit" if limited else "use a larger machine"
+    if status == "warning" and not (limited and plans[stage] <= free_bytes):
+        remedy = "close other programs"
+    if name == "gpu":
+        remedy = f"--recompute, --offload or --device cpu takes less, or {remedy}"
+    if fitting and stage not in fitting:
+        remedy += f", or host stage {fitting[0]} with `--stage {fitting[0]}`"
+    return Check(name, status, text, remedy)
 
 
 def _stages(fitting: Sequence[int], count: int) -> str:
@@ -211,13 +215,15 @@ def _stages(fitting: Sequence[int], count: int) -> str:
 class DeviceFacts:
     """Where a peer computes.
 
-    name, free_bytes: of the GPU. threads: of the CPU. fault: why what `--device` names is not here.
+    name, free_bytes, total_bytes: of the GPU. threads: of the CPU. fault: why what `--device` names
+    is not here.
     """
 
     kind: Literal["cpu", "cuda"] = "cpu"
     name: str = ""
     threads: int = 1
     free_bytes: int = 0
+    total_bytes: int = 0
     fault: str = ""
     driver: bool = False  # of NVIDIA's, whether torch can use its GPU or not
 

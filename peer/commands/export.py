@@ -47,7 +47,7 @@ from dilocox import __version__
 from dilocox.dht.errors import EnvironmentFault, InvalidInput, in_one_line
 from dilocox.dht.files import sync, write_atomically
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.commands.model_room import DTYPES, check_room, writing_bytes
+from dilocox.peer.commands.model_memory import DTYPES, check_model_memory, writing_bytes
 from dilocox.peer.options import AnchorOptions, ExportOptions, GenerateOptions
 from dilocox.peer.os_process import STOPPED, StopSignal
 from dilocox.peer.state_folder import StateFolder
@@ -81,7 +81,7 @@ def run_generate_command(options: GenerateOptions) -> int:
         folder, tell = Path(temporary) / "model", partial(typer.echo, nl=False)
         with visiting(options.invite, options.host) as joined:
             needed = writing_bytes(joined.manifest, options.dtype)
-            check_room("to write with", needed, "take --dtype bf16,")
+            check_model_memory("to write with", needed, "take --dtype bf16,")
             export_run(joined, folder, options)
         tell(options.text)
         seed = random.getrandbits(32) if options.seed is None else options.seed

@@ -29,7 +29,7 @@ from dilocox.dht.files import disk_fault
 from dilocox.dht.manifest import Manifest, preset_names
 from dilocox.dht.manifest_sections import MAX_TOKENS, format_of
 from dilocox.peer.commands.operate import completed
-from dilocox.peer.memory_and_disk import SPARE_SHARE, MemoryNeeds, size
+from dilocox.peer.memory_and_disk import MemoryNeeds, memory_status, size
 from dilocox.peer.options import GB, InitOptions
 from dilocox.peer.os_process import counted
 
@@ -206,7 +206,7 @@ def _with_fewest_stages(given: dict[str, Any], machines: Hardware) -> Manifest:
     def fit(needed: Sequence[MemoryNeeds]) -> bool:
         nonlocal least
         least = max(each.on_cpu for each in needed)
-        return least <= SPARE_SHARE * machines.memory_bytes
+        return memory_status(least, machines.memory_bytes) == "ok"
 
     cut = partial(_described, given)  # a checkpoint of several stages is another model
     if (stages := fewest_stages(cut, machines.number, fit)) is not None:

@@ -42,7 +42,7 @@ from dilocox.dht.manifest_revisions import ManifestWatch
 from dilocox.dht.records import ClaimRecord
 from dilocox.peer.chain.visitor_download import counted_claims
 from dilocox.peer.commands.export import DEFAULT_TOKENS, TextModel, export_run, shown_rounds
-from dilocox.peer.commands.model_room import MAX_POSITIONS, check_room, writing_bytes
+from dilocox.peer.commands.model_memory import MAX_POSITIONS, check_model_memory, writing_bytes
 from dilocox.peer.http_pages import (
     Page,
     PageRequest,
@@ -438,7 +438,7 @@ def run_serve_command(options: ServeOptions) -> int:
     ):
         refreshes = options.refresh_rounds > 0
         needed = writing_bytes(joined.manifest, options.dtype, refreshes=refreshes)
-        check_room("to serve", needed, SMALLER, options.memory_limit_gb * GB or None)
+        check_model_memory("to serve", needed, SMALLER, options.memory_limit_gb * GB or None)
         folder = Path(temporary) / "model"
         loaded = load(options, joined, folder)
         service = ChatService(joined.run, joined.manifest.name, loaded)

@@ -475,7 +475,8 @@ def _take_part(options: PeerOptions, joined: Joined, folder: StateFolder, stop: 
     ):
         # from here on CUDA may be touched: everything is forked
         device = chosen_device(options.device)
-        check_memory(needs.memory, options.memory_limit_bytes, device)
+        for words in check_memory(needs.memory, options.memory_limit_bytes, device):
+            logger.warning(words)
         if options.offload and device.type == "cpu":
             logger.warning("--offload does nothing: this peer computes on the CPU, not on a GPU")
         logger.info(

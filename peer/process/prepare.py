@@ -21,7 +21,15 @@ from dilocox.dht.manifest_sections import LONGEST, format_of
 from dilocox.peer.averaging.averager import StageBuffers
 from dilocox.peer.chain.snapshot_files import DAMAGED, earlier_than_newest
 from dilocox.peer.chain.store import RECORDS_NEEDED
-from dilocox.peer.memory_and_disk import Check, DiskNeeds, MemoryNeeds, disk_check, disk_free, size
+from dilocox.peer.memory_and_disk import (
+    Check,
+    DiskNeeds,
+    MemoryNeeds,
+    check_memory,
+    disk_check,
+    disk_free,
+    size,
+)
 from dilocox.peer.options import PeerOptions
 from dilocox.peer.rounds.record import stage_codec
 from dilocox.peer.state_folder import ASIDE
@@ -353,13 +361,11 @@ def unfit(
     can be told before.
     """
     needs = StageNeeds(manifest, stage, recompute=options.recompute, offload=options.offload)
-    planned, limit_bytes = needs.memory.of_machine(device), options.memory_limit_bytes
-    if limit_bytes is not None and planned > limit_bytes:
-        return f"it needs {size(planned)}, more than --memory-limit"
     # with room for one snapshot alone it would move, and not be let in at its next start
     if (room := disk_room(folder, needs)).status != "ok":
         return room.text
-    try:
+    try:  # what is free now counts this peer's own, which it gives back
+        check_memory(needs.memory, options.memory_limit_bytes, device)
         if stage == 0:
             check_text(manifest.data, options.data)
     except InvalidInput as error:

@@ -23,7 +23,7 @@ from dilocox.compression.stage_codec import Phase
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_sections import CodecSpec, InitialSpec, OperationSpec
-from dilocox.peer.memory_and_disk import SPARE_SHARE, MemoryNeeds, size
+from dilocox.peer.memory_and_disk import MemoryNeeds, memory_status, size
 from dilocox.peer.process.prepare import fewest_stages, memory_of_stages, stage_kinds
 from dilocox.peer.rounds.grid import Grid
 from dilocox.peer.rounds.rank_choice import least_inner_steps
@@ -34,7 +34,7 @@ from dilocox.pipeline.frames import CODECS, encoded_bytes
 from dilocox.pipeline.partition import EMBEDDING_DISCOUNT, hidden_size, plan_stages
 from dilocox.pipeline.stage import stage_layout
 from dilocox.pipeline.stage_worker import window_size
-from dilocox.pipeline.tuning import next_codec
+from dilocox.pipeline.tuning import line_payloads, next_codec
 
 WIRE = 1.05  # bytes of a link for each byte of payload: headers of IP, TCP, Noise and frames
 LAST_WAYS = 3  # of an exchange: words of the means, votes, and the answers to these
@@ -188,7 +188,7 @@ class RunPlan:
     def _fits(self, needs: MemoryNeeds) -> bool:
         machines, taken = self.machines, self._of_machine(needs)
         rooms = ((taken, machines.memory_bytes), (needs.on_gpu, machines.gpu_memory_bytes))
-        return all(room is None or need <= SPARE_SHARE * room for need, room in rooms)
+        return all(room is None or memory_status(need, room) == "ok" for need, room in rooms)
 
     @property
     def fits(self) -> bool:
@@ -247,7 +247,7 @@ class RunPlan:
         if stages == 1:
             return StepFacts(computing_s=computing, total_s=computing)
         shape = batch.microbatch_size, batch.sequence_length, hidden_size(self.manifest.model)
-        payloads = 1 if stages == 2 else 2  # of a microbatch, over the busiest stage's line
+        payloads = line_payloads(stages)
         codec = self.manifest.pipeline.codec
         if codec == "auto":
             room = machines.slower_bytes_s / WIRE * slowest

@@ -16,6 +16,7 @@ from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_sections import CodecSpec
 from dilocox.peer.chain.archive import RECORDS_AFTER_STATE
 from dilocox.peer.chain.archive_keeper import STAGES_AT_ONCE
+from dilocox.peer.chain.record_check import STATE_BYTES
 from dilocox.peer.chain.replay import replay_bytes
 from dilocox.peer.chain.store import RECORDS_NEEDED
 from dilocox.peer.memory_and_disk import PROCESSES_BYTES, size
@@ -85,7 +86,7 @@ def bootstrap_needs(manifest: Manifest) -> tuple[int, int]:
     memory, disk = 0, 0
     for stage in range(manifest.stages):
         needs = kinds[0 if stage == 0 else -1 if stage == manifest.stages - 1 else 1]
-        record, state = needs.record_bytes, 8 * needs.values
+        record, state = needs.record_bytes, STATE_BYTES * needs.values
         since = min(most * record, max(least * record, state)) + record
         older = max(manifest.rounds.log_bytes, RECORDS_NEEDED * record)
         disk += states * state + 2 * since + older

@@ -25,6 +25,7 @@ from dilocox.peer.memory_and_disk import (
     check_memory,
     check_use,
     proportional_bytes,
+    size,
     window_limit,
 )
 from dilocox.peer.state_folder import StateFolder
@@ -164,17 +165,31 @@ NEEDS = MemoryNeeds(
 )
 
 
-def test_a_stage_that_cannot_fit_is_refused_with_what_it_needs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(memory_and_disk, "gpu_free_bytes", lambda _: 10**9)
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """What a machine and its GPU have, in all and free."""
+    facts = dict.fromkeys(("total", "gpu_total", "available", "gpu_free"), 10**12)
+    for name in facts:
+        monkeypatch.setattr(memory_and_disk, f"{name}_bytes", lambda *_, name=name: facts[name])
+    return facts
+
+
+def test_a_stage_that_cannot_fit_is_refused_with_what_it_needs(there: dict[str, int]) -> None:
     assert NEEDS.on_cpu == PROCESSES_BYTES + WORK_BYTES + 9 * 40_000_000 + 135_000_000
     for device, needed in (CPU, NEEDS.on_cpu), (GPU, NEEDS.beside_gpu):
+        there["total"] = 10**12
         check_memory(NEEDS, None, device)
         check_memory(NEEDS, needed, device)
-        refused = rf"--memory-limit 0\.5: this stage needs about {needed / 1e9:.1f} GB"
+        refused = rf"--memory-limit 0\.5: this stage needs about {size(needed)}; raise"
         with pytest.raises(InvalidInput, match=refused):
             check_memory(NEEDS, 0.5e9, device)
+        there["total"] = needed - 1  # no other program can end for it
+        with pytest.raises(InvalidInput, match=rf"{size(needed)} of memory.*larger machine"):
+            check_memory(NEEDS, None, device)
+    there |= {"total": 10**12, "gpu_total": NEEDS.on_gpu - 1}
+    assert check_memory(NEEDS, None, CPU) == []
+    with pytest.raises(InvalidInput, match=f"{size(NEEDS.on_gpu)} of GPU memory"):
+        check_memory(NEEDS, None, GPU)
 
 
 def test_offloaded_stage_takes_its_training_from_the_gpu_to_the_machine() -> None:
@@ -185,24 +200,20 @@ def test_offloaded_stage_takes_its_training_from_the_gpu_to_the_machine() -> Non
 
 
 def test_a_peer_that_may_be_short_of_memory_is_warned_and_not_refused(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    there: dict[str, int],
 ) -> None:
-    free = {"memory": NEEDS.on_cpu, "gpu": NEEDS.on_gpu}
-    monkeypatch.setattr(memory_and_disk, "available_bytes", lambda: free["memory"])
-    monkeypatch.setattr(memory_and_disk, "gpu_free_bytes", lambda _: free["gpu"])
-    check_memory(NEEDS, None, CPU)
-    check_memory(NEEDS, None, GPU)
-    assert not caplog.messages
-    free["memory"] -= 1
-    check_memory(NEEDS, None, GPU)  # the machine holds the less beside one
-    assert not caplog.messages
-    check_memory(NEEDS, None, CPU)
-    assert "needs about 1.4 GB of memory, 1.4 GB are free: close other" in caplog.messages[-1]
-    free["gpu"] -= 1
-    check_memory(NEEDS, None, GPU)
-    assert (
-        f"about {(2 * CUDA_BYTES + 210_000_000) / 1e9:.1f} GB of GPU memory" in caplog.messages[-1]
-    )
+    there |= {"available": NEEDS.on_cpu, "gpu_free": NEEDS.on_gpu}
+    assert check_memory(NEEDS, None, CPU) == check_memory(NEEDS, None, GPU) == []
+    there["available"] -= 1
+    assert check_memory(NEEDS, None, GPU) == []  # the machine holds the less beside one
+    (words,) = check_memory(NEEDS, None, CPU)
+    assert "needs about 1.4 GB of memory" in words and "1.4 GB are free: close other" in words
+    there["gpu_free"] -= 1
+    (words,) = check_memory(NEEDS, None, GPU)
+    assert f"about {size(2 * CUDA_BYTES + 210_000_000)} of GPU memory" in words
+    there["available"] = 10**12
+    assert check_memory(NEEDS, NEEDS.on_cpu / 0.86, CPU) != []  # little to spare
+    assert check_memory(NEEDS, NEEDS.on_cpu / 0.84, CPU) == []
 
 
 def test_a_peer_that_takes_more_than_its_limit_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +222,7 @@ def test_a_peer_that_takes_more_than_its_limit_ends(monkeypatch: pytest.MonkeyPa
     )
     check_use([1, 2], None)
     check_use([1], 300_000_000)
-    with pytest.raises(EnvironmentFault, match=r"takes 0\.5 GB, more than --memory-limit 0\.5"):
+    with pytest.raises(EnvironmentFault, match=r"takes 500 MB, more than --memory-limit 0\.5"):
         check_use([1, 2], 500_000_000)
 
 

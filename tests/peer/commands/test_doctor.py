@@ -202,7 +202,13 @@ def test_what_does_not_fit_a_machine_is_known_before_it_moves_there(
         return unfit(given_options, run, tmp_path / "stage", 0, cpu)
 
     assert why() == ""
-    assert "more than --memory-limit" in why(memory_limit_gb=0.1)
+    assert why(memory_limit_gb=0.1).startswith("--memory-limit 0.1: this stage needs about")
+    with monkeypatch.context() as small:  # the peer would not start there
+        small.setattr(memory_and_disk, "total_bytes", lambda: 500_000_000)
+        assert "larger machine" in why()
+        small.setattr(memory_and_disk, "total_bytes", lambda: 10**12)
+        small.setattr(memory_and_disk, "available_bytes", lambda: 0)
+        assert why() == ""  # its own stage is still there
     missing = replace(manifest.data, source=str(tmp_path / "none"), format="text")
     assert "none" in why(replace(manifest, data=missing))
     monkeypatch.setattr(prepare, "disk_free", lambda _: 1000)
@@ -246,17 +252,20 @@ def test_what_a_stranger_wrote_does_not_steer_the_terminal(file: io.StringIO) ->
 def test_the_verdict_names_causes_and_not_what_follows_from_them() -> None:
     behind = Check("speed", "skipped", "not checked", "fix port first")
     assert verdict([GOOD, BAD, behind], None) == "This machine cannot take part yet: fix port."
-    part = ContributionEstimate(stage=1, tokens_per_s=3_210.0, exchange_s=2.0)
-    assert verdict([GOOD], part) == "This machine can take part: stage 1, about 3,200 tokens/s."
+    contribution = ContributionEstimate(stage=1, tokens_per_s=3_210.0, exchange_s=2.0)
+    assert (
+        verdict([GOOD], contribution)
+        == "This machine can take part: stage 1, about 3,200 tokens/s."
+    )
     warning = Check("clock", "warning", "late", "set it")
-    assert verdict([GOOD, warning], part).endswith("tokens/s; see the warnings: clock.")
+    assert verdict([GOOD, warning], contribution).endswith("tokens/s; see the warnings: clock.")
 
 
-def test_scripts_read_the_lines_and_the_part() -> None:
-    part = ContributionEstimate(stage=1, tokens_per_s=3_210.0, exchange_s=None)
-    told = json.loads(json.dumps(as_json([GOOD, BAD], part, _options().invite)))
+def test_scripts_read_the_lines_and_the_contribution() -> None:
+    contribution = ContributionEstimate(stage=1, tokens_per_s=3_210.0, exchange_s=None)
+    told = json.loads(json.dumps(as_json([GOOD, BAD], contribution, _options().invite)))
     assert told["can_take_part"] is False
-    assert told["part"] == {"stage": 1, "tokens_per_s": 3210.0, "exchange_s": None}
+    assert told["contribution"] == {"stage": 1, "tokens_per_s": 3210.0, "exchange_s": None}
     assert told["checks"][1] == {
         "name": "port",
         "status": "failed",
@@ -297,7 +306,7 @@ def test_without_a_bootstrap_the_rest_is_checked_all_the_same(here: Path, taken:
             "text": "not checked",
             "remedy": "fix bootstrap first",
         }
-    assert told["part"] is None
+    assert told["contribution"] is None
     assert told["verdict"] == "This machine cannot take part yet: fix port, metrics, bootstrap."
     assert not (here / "peer").exists()
 
@@ -398,5 +407,7 @@ def test_a_container_has_what_it_is_allowed_and_not_what_the_machine_has(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     assert memory_and_disk.available_bytes(tmp_path) == 30_000_000  # what can be dropped is free
+    assert memory_and_disk.total_bytes(tmp_path) == 50_000_000
     (tmp_path / names[version][0]).write_text("max\n")
+    assert memory_and_disk.total_bytes(tmp_path) > 50_000_000
     assert memory_and_disk.available_bytes(tmp_path) > 50_000_000

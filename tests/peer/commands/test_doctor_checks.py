@@ -70,7 +70,7 @@ def unreached(*announce: str, port: int = 31338) -> Check:
 
 
 def memory(free: int, limit: float | None, plans: list[int] | None, stage: int | None = 0) -> Check:
-    return memory_check("memory", free, limit, plans, stage)
+    return memory_check("memory", free, 8 * GB, limit, plans, stage)
 
 
 OK = [
@@ -81,7 +81,8 @@ OK = [
     (disk_check("here", 3 * GB, NEEDS), "3.0 GB needed"),
     (memory(8 * GB, None, [GB, 2 * GB, 9 * GB], 1), "2.0 GB needed for stage 1"),
     (memory(8 * GB, None, [GB, 2 * GB, 9 * GB], 1), "of 3 stages 0, 1 fit"),
-    (memory(8 * GB, 2.0e9, [2 * GB]), "2.0 GB allowed by --memory-limit"),  # it was meant so
+    (memory(8 * GB, 2.5e9, [2 * GB]), "2.5 GB allowed by --memory-limit"),
+    (memory(GB, None, [9 * GB // 10]), "1.0 GB free"),
     (memory(GB, 9e9, [GB // 2]), "1.0 GB free"),
     (memory(GB, None, None, None), "1.0 GB free"),  # without the run
     (memory(GB, None, [9 * GB], None), "1.0 GB free"),  # beside a peer that runs
@@ -135,7 +136,11 @@ WARNINGS = [
     (device_check("auto", DeviceFacts(threads=2, driver=True)), "no GPU", "nvidia-smi must show"),
     (admission_check("", None), "one by one", "start the peer once"),
     (disk_check("here", GB, NEEDS), "1.0 GB free for here, 3.0 GB needed", "--state"),
-    (memory(GB, None, [9 * GB // 10]), "0", "close other programs"),
+    (memory(8 * GB, None, [7 * GB]), "a peer here may take 8.0 GB", "close other programs"),
+    (memory(8 * GB, 2.0e9, [2 * GB]), "allowed by --memory-limit", "raise --memory-limit"),
+    # what a peer starts with the doctor does not forbid
+    (memory(2 * GB, None, [3 * GB, GB]), "of 2 stages 1 fits", "host stage 1 with `--stage 1`"),
+    (memory(GB, 4e9, [3 * GB]), "1.0 GB free, 3.0 GB needed", "close other programs"),
     (bootstrap_checks({FIRST: "refused", SECOND: None})[0], "refused", "tell the operator"),
     (run_check(in_state(RUN, "paused"), 0, 0.5), "its operator has paused it", "no need"),
     (
@@ -171,8 +176,8 @@ FAILURES = [
     (library("2.10.0", ">=2.11"), "thing 2.10.0, not >=2.11", "install 'thing>=2.11'"),
     (library("2.1", fault="libcudart.so: not found"), "libcudart.so: not", "--force-reinstall"),
     (disk_check("here", GB - 1, NEEDS), "a snapshot takes 1.0 GB", "--state"),
-    (memory(2 * GB, None, [3 * GB, GB]), "of 2 stages 1 fits", "host stage 1 with `--stage 1`"),
-    (memory(GB, None, [3 * GB, 2 * GB]), "no stage fits", "use a larger machine"),
+    (memory(2 * GB, None, [9 * GB, GB]), "of 2 stages 1 fits", "host stage 1 with `--stage 1`"),
+    (memory(GB, None, [9 * GB, 2 * GB]), "no stage fits", "use a larger machine"),
     (memory(8 * GB, 1.5e9, [2 * GB]), "allowed by --memory-limit", "raise --memory-limit"),
     (device_check("cuda:3", DeviceFacts(fault="no such")), "cuda:3: no such", "choose cpu or auto"),
     (admission_check("12D3", NotAdmitted("not among them: ask")), "not among them", "ask"),

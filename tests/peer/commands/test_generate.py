@@ -14,7 +14,7 @@ from dilocox.dht import join
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.invite import Invite
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.commands import export, model_room
+from dilocox.peer.commands import export, model_memory
 from dilocox.peer.commands.export import run_generate_command
 from dilocox.peer.options import GenerateOptions
 from tests.peer.fabricated import INVITE
@@ -69,10 +69,8 @@ def test_the_text_is_continued_with_the_newest_anchors_and_nothing_is_left_of_th
 def test_memory_that_is_not_there_is_said_before_anything_is_downloaded(
     texts: Texts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_room, "available_bytes", lambda: 800_000_000)
-    with pytest.raises(
-        EnvironmentFault, match=r"GB of memory, 0\.8 GB are free: take --dtype bf16"
-    ):
+    monkeypatch.setattr(model_memory, "available_bytes", lambda: 800_000_000)
+    with pytest.raises(EnvironmentFault, match=r"of memory, 800 MB are free: take --dtype bf16"):
         run(seed=5)
     assert texts == []
 

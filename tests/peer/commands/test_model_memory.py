@@ -6,7 +6,7 @@ import pytest
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.commands.model_room import check_room, writing_bytes
+from dilocox.peer.commands.model_memory import check_model_memory, writing_bytes
 
 
 def test_memory_that_is_not_there_is_said_before_anything_is_downloaded() -> None:
@@ -16,8 +16,8 @@ def test_memory_that_is_not_there_is_said_before_anything_is_downloaded() -> Non
         for dtype, refreshes in (("fp32", True), ("bf16", True), ("bf16", False))
     ]
     assert plans == sorted(plans, reverse=True) and len(set(plans)) == 3
-    check_room("to serve", 1000, "take less,", 1e9)
+    check_model_memory("to serve", 1000, "take less,", 1e9)
     with pytest.raises(InvalidInput, match=r"--memory-limit 1\.0: .* 1\.2 GB.* less, or raise"):
-        check_room("to serve", 1_200_000_000, "take less,", 1e9)
-    with pytest.raises(EnvironmentFault, match=r"about 9000000\.0 GB.* GB are free: take less, or"):
-        check_room("to serve", 9 * 10**15, "take less,")
+        check_model_memory("to serve", 1_200_000_000, "take less,", 1e9)
+    with pytest.raises(EnvironmentFault, match=r"about 9000000 GB.* are free: take less, or"):
+        check_model_memory("to serve", 9 * 10**15, "take less,")

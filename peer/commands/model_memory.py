@@ -10,7 +10,7 @@ import torch
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.memory_and_disk import PROCESSES_BYTES, available_bytes
+from dilocox.peer.memory_and_disk import PROCESSES_BYTES, available_bytes, size
 from dilocox.pipeline.partition import build_skeleton
 from dilocox.pipeline.stage import stage_layout
 
@@ -36,17 +36,17 @@ def writing_bytes(manifest: Manifest, dtype: str, *, refreshes: bool = False) ->
     return PROCESSES_BYTES + beside + item * kept
 
 
-def check_room(what: str, needed: int, remedy: str, limit_bytes: float | None = None) -> None:
+def check_model_memory(
+    what: str, needed: int, remedy: str, limit_bytes: float | None = None
+) -> None:
     """Raise InvalidInput where that is over the limit, EnvironmentFault where it is not free.
 
     what: is done with the model, as in "to serve". remedy: what else one may do, before "or".
     """
-    takes = f"{what} this model takes about {needed / 1e9:.1f} GB of memory"
+    takes = f"{what} this model takes about {size(needed)} of memory"
     if limit_bytes is not None and needed > limit_bytes:
         raise InvalidInput(
             f"--memory-limit {limit_bytes / 1e9:.1f}: {takes}: {remedy} or raise the limit"
         )
     if needed > (free := available_bytes()):
-        raise EnvironmentFault(
-            f"{takes}, {free / 1e9:.1f} GB are free: {remedy} or close other programs"
-        )
+        raise EnvironmentFault(f"{takes}, {size(free)} are free: {remedy} or close other programs")

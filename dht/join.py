@@ -15,7 +15,7 @@ import typer
 
 from dilocox.dht.addresses import NO_FALLBACK, FallbackPeers, Reachability
 from dilocox.dht.clock import RunClock
-from dilocox.dht.errors import BootstrapsSilent, UnknownRun
+from dilocox.dht.errors import BootstrapsSilent, EnvironmentFault, UnknownRun
 from dilocox.dht.identity import Identity, peer_id_of
 from dilocox.dht.invite import Invite
 from dilocox.dht.manifest import Manifest
@@ -43,6 +43,12 @@ class Joined:
     swarm: Swarm
     reach: Reachability = field(default_factory=Reachability)
     witness: str = ""
+
+
+def check_node(joined: Joined) -> None:
+    """Raise EnvironmentFault if this program's own DHT node has ended."""
+    if not joined.dht.running:
+        raise EnvironmentFault("this program's own DHT node has ended; start it again")
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import disable_progress_bars
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput, in_one_line
-from dilocox.dht.join import Joined, visiting
+from dilocox.dht.join import Joined, check_node, visiting
 from dilocox.dht.manifest_revisions import ManifestWatch
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.chain.visitor_download import counted_claims
@@ -93,8 +93,7 @@ def _wait(joined: Joined, watch: ManifestWatch, wanted: int) -> bool:
     """Wait for a round, or for the last one of a run that has ended; whether it is that."""
     before, since = -1, time.monotonic()
     while True:
-        if not joined.dht.running:
-            raise EnvironmentFault("this program's own DHT node has ended; start it again")
+        check_node(joined)
         watch.look()
         found, tokens = newest_round(joined, watch)
         ended = watch.manifest.ended_at(tokens)

@@ -35,8 +35,8 @@ import typer
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from dilocox.dht.errors import DilocoxError, EnvironmentFault
-from dilocox.dht.join import Joined, visiting
+from dilocox.dht.errors import DilocoxError
+from dilocox.dht.join import Joined, check_node, visiting
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_revisions import ManifestWatch
 from dilocox.dht.records import ClaimRecord
@@ -485,8 +485,7 @@ def follow(
     tried, next_at = "", time.monotonic() + 60 * options.refresh_minutes
     while True:
         stop.event.wait(LOOK_S)
-        if not joined.dht.running:
-            raise EnvironmentFault("this program's own DHT node has ended; start it again")
+        check_node(joined)
         if not options.refresh_rounds or time.monotonic() < next_at:
             continue
         claims = counted_claims(joined, 0).values()

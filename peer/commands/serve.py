@@ -86,7 +86,8 @@ class ApiError(Exception):
         super().__init__(message)
         kind = "invalid_request_error" if status < 500 else "server_error"
         error = {"message": message, "type": kind, "param": field, "code": code}
-        self.page = json_page({"error": error}, status)
+        again = {"Retry-After": "10"} if status == HTTPStatus.TOO_MANY_REQUESTS else {}
+        self.page = replace(Page.json({"error": error}, status), headers=again)
 
 
 class ClientGone(ConnectionError):
@@ -185,12 +186,6 @@ def prompt_of(asked: AskedText | AskedChat, model: TextModel) -> tuple[Tensor, l
         raise ApiError(message, field="messages") from error
 
 
-def json_page(value: Any, status: int = HTTPStatus.OK) -> Page:
-    again = {"Retry-After": "10"} if status == HTTPStatus.TOO_MANY_REQUESTS else {}
-    body = json.dumps(value).encode()
-    return Page(body=body, content_type="application/json", status=status, headers=again)
-
-
 # ---- what answers --------------------------------------------------------------------------------
 class StopText:
     """Passes a text on up to the first of some stops.
@@ -264,8 +259,8 @@ class ChatService:
 
         return {
             "/": lambda: self._page,
-            "/v1/models": lambda: json_page({"object": "list", "data": [model()]}),
-            f"/v1/models/{self.name}": lambda: json_page(model()),
+            "/v1/models": lambda: Page.json({"object": "list", "data": [model()]}),
+            f"/v1/models/{self.name}": lambda: Page.json(model()),
         }
 
     @contextmanager
@@ -396,7 +391,7 @@ class ChatRequest(PageRequest):
         usage = {"prompt_tokens": length, "completion_tokens": made, "total_tokens": length + made}
         if not asked.stream:
             choice = _choice(chat, "".join(pieces), finish, "message")
-            return json_page(about | {"choices": [choice], "usage": usage})
+            return Page.json(about | {"choices": [choice], "usage": usage})
         if (asked.stream_options or {}).get("include_usage"):
             self._send_event(json.dumps(about | {"choices": [], "usage": usage}))
         self._send_event("[DONE]")

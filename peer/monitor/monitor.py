@@ -15,7 +15,6 @@ bytes; a caller gets the newest, however busy that thread is.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import time
@@ -97,8 +96,7 @@ class MonitorPages:
 
     def show(self, status: dict[str, Any], metrics: Page, rows: Rows = ()) -> None:
         """The figures after a look. rows: of all contributors, for their cards and for callers."""
-        text = json.dumps(status, allow_nan=False, separators=(",", ":"))
-        self._status = Page(body=text.encode(), content_type="application/json").kept()
+        self._status = Page.json(status).kept()
         self._metrics = metrics
         head, plain = head_of(status).encode(), self._plain
         self._page = replace(plain, body=plain.body.replace(TITLE, head, 1))
@@ -127,7 +125,7 @@ class MonitorPages:
         peer, rows = found["card"], self._rows
         if peer is None:
             told = islice((row for each, row in rows.items() if each.endswith(found["ending"])), 2)
-            return Page(body=json.dumps([*told]).encode(), content_type="application/json")
+            return Page.json([*told])
         if peer not in rows:
             return None
         policy = {"Content-Security-Policy": "default-src 'none'"}

@@ -93,6 +93,11 @@ def counted_claims(place: Joined, stage: int) -> dict[str, ClaimRecord]:
     return believed_first(that_count(found, place.manifest), place.witness)
 
 
+def run_claims(joined: Joined) -> list[dict[str, ClaimRecord]]:
+    """As `counted_claims`, of each stage."""
+    return [counted_claims(joined, stage) for stage in range(joined.manifest.stages)]
+
+
 async def claimed_chain(
     place: Joined,
     stage: int,

@@ -61,8 +61,8 @@ def visiting(invite: Invite, host: str = "") -> Generator[Joined]:
     with tempfile.TemporaryDirectory() as folder:
         identity = Identity.load_or_create(Path(folder) / "identity.key")
         listen = [f"/ip4/{host}/tcp/0"] if host else []
-        with join_run(invite, identity, listen=listen, client_mode=True) as place:
-            yield place
+        with join_run(invite, identity, listen=listen, client_mode=True) as joined:
+            yield joined
 
 
 @contextmanager

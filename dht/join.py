@@ -15,7 +15,7 @@ import typer
 
 from dilocox.dht.addresses import NO_FALLBACK, FallbackPeers, Reachability
 from dilocox.dht.clock import RunClock
-from dilocox.dht.errors import BootstrapsSilent, UnknownRun
+from dilocox.dht.errors import BootstrapsSilent, EnvironmentFault, UnknownRun
 from dilocox.dht.identity import Identity, peer_id_of
 from dilocox.dht.invite import Invite
 from dilocox.dht.manifest import Manifest
@@ -45,6 +45,12 @@ class Joined:
     witness: str = ""
 
 
+def check_node(joined: Joined) -> None:
+    """Raise EnvironmentFault if this program's own DHT node has ended."""
+    if not joined.dht.running:
+        raise EnvironmentFault("this program's own DHT node has ended; start it again")
+
+
 @contextmanager
 def visiting(invite: Invite, host: str = "") -> Generator[Joined]:
     """Join as a visitor, which only reads, under a one-time identity; raises as `join_run`.
@@ -55,8 +61,8 @@ def visiting(invite: Invite, host: str = "") -> Generator[Joined]:
     with tempfile.TemporaryDirectory() as folder:
         identity = Identity.load_or_create(Path(folder) / "identity.key")
         listen = [f"/ip4/{host}/tcp/0"] if host else []
-        with join_run(invite, identity, listen=listen, client_mode=True) as place:
-            yield place
+        with join_run(invite, identity, listen=listen, client_mode=True) as joined:
+            yield joined
 
 
 @contextmanager

@@ -7,10 +7,15 @@ MAX_NAME_BYTES = 48  # in UTF-8, of the 1,024 that a record in the DHT may have
 MAX_LINE = 120
 
 
+def printable(text: str, kept: str = "") -> str:
+    """A text of a stranger: what cannot be seen, and could steer a terminal, becomes spaces; but
+    for the characters in `kept`."""
+    return "".join(each if each.isprintable() or each in kept else " " for each in text)
+
+
 def cut(text: str, limit: int = MAX_LINE) -> str:
     """A text of a stranger in one line: bounded, and of characters that can be seen."""
-    seen = "".join(letter if letter.isprintable() else " " for letter in text)
-    seen = " ".join(seen.split())
+    seen = " ".join(printable(text).split())
     return seen if len(seen) <= limit else seen[: limit - 1] + "…"
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import ipaddress
 import logging
 import random
@@ -28,6 +27,7 @@ from dilocox.dht.names import shown_peer
 from dilocox.dht.reachability import allowed_ips, ask_time
 from dilocox.dht.records import StageRecord
 from dilocox.dht.rpc import SILENCE_S, Silence
+from dilocox.dht.swarm_view import own_order
 
 logger = logging.getLogger(__name__)
 
@@ -216,10 +216,7 @@ def _hosts(here: Mapping[str, StageRecord], me: str) -> dict[str, tuple[str, ...
     return found
 
 
-@lru_cache(maxsize=1 << 15)  # as below
-def _draw(by: str, peer: str) -> bytes:
-    """Puts peers in an order of this one's own, which changes little as peers come and go."""
-    return hashlib.sha256(f"{by} {peer}".encode()).digest()
+_draw = lru_cache(maxsize=1 << 15)(own_order)  # as below
 
 
 @lru_cache(maxsize=4096)  # for each look and each request to a peer at home

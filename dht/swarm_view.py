@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median_low
 
@@ -22,6 +23,11 @@ def nobody_holds(peers: int) -> str:
     return (
         "nobody who holds its weights is in view; check that the run trains (its status page says)"
     )
+
+
+def own_order(*what: object) -> bytes:
+    """To sort by: draws an order of each one's own, which changes little as others come and go."""
+    return hashlib.sha256(" ".join(str(each) for each in what).encode()).digest()
 
 
 def that_count(claims: Mapping[str, ClaimRecord], manifest: Manifest) -> dict[str, ClaimRecord]:
@@ -51,6 +57,28 @@ def believed_first(claims: Mapping[str, ClaimRecord], witness: str = "") -> dict
         return (claim.round < 0, not believed, peer == witness, *rest)
 
     return dict(sorted(claims.items(), key=order))
+
+
+def as_most_say(
+    claims: Mapping[str, ClaimRecord],
+    witness: str,
+    number: Callable[[ClaimRecord], int],
+    nothing: int,
+) -> int:
+    """A number of the claims, for an onlooker: the operator's archive's, the witness's; else what
+    most claim at least, so that strangers must be more than all others. nothing: where none claims.
+    """
+    if (told := claims.get(witness)) is not None:
+        return number(told)
+    return median_low(map(number, claims.values())) if claims else nothing
+
+
+def newest_round(stages: Sequence[Mapping[str, ClaimRecord]], witness: str) -> tuple[int, int]:
+    """The newest round that every stage has, -1 before the first, and the run's tokens, for an
+    onlooker. stages: what is claimed of each, from the first one on.
+    """
+    rounds = [as_most_say(claims, witness, lambda claim: claim.round, -1) for claims in stages]
+    return min(rounds), SwarmView(me="", run_claims=stages[0]).run_tokens(witness)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +119,10 @@ class SwarmView:
         One chain ends the run for all stages, or a stage that lost a round would train on alone.
         Where stage 0 has no peer any more, what others keep of its chain counts.
         """
-        if (told := self.run_claims.get(witness)) is not None:
-            return told.chain_tokens
-        hosts = self.stages.get(0, {})
-        tokens = [claim.chain_tokens for peer, claim in self.run_claims.items() if peer in hosts]
-        tokens = tokens or [claim.chain_tokens for claim in self.run_claims.values()]
-        return median_low(tokens) if tokens else 0
+        claims, hosts = self.run_claims, self.stages.get(0, {})
+        if witness not in claims:
+            claims = {peer: each for peer, each in claims.items() if peer in hosts} or claims
+        return as_most_say(claims, witness, lambda claim: claim.chain_tokens, 0)
 
     def run_round(self, witness: str) -> int:
         """The newest round of which any stage has a record, as the operator's archive says; -1

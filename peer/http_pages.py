@@ -39,6 +39,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
+from dilocox.peer.os_process import strict_json
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,12 @@ class Page:
     @classmethod
     def text(cls, text: str, status: int = HTTPStatus.OK) -> Page:
         return cls(body=f"{text}\n".encode(), status=status)
+
+    @classmethod
+    def json(cls, value: Any, status: int = HTTPStatus.OK) -> Page:
+        """A number that is not finite, which JSON does not know, is null."""
+        body = strict_json(value, separators=(",", ":")).encode()
+        return cls(body=body, content_type="application/json", status=status)
 
 
 def html_page(html: str) -> Page:

@@ -98,9 +98,10 @@ def wide_console(*, highlight: bool = True) -> Console:
     return Console(width=None if sys.stdout.isatty() else 250, highlight=highlight)
 
 
-def strict_json(facts: Mapping[str, Any]) -> str:
+def strict_json(facts: Any, separators: tuple[str, str] | None = None) -> str:
     """JSON for any reader: a number that is not finite, which JSON does not know, is null."""
-    return json.dumps(json.loads(json.dumps(facts), parse_constant=lambda _: None))
+    known = json.loads(json.dumps(facts), parse_constant=lambda _: None)
+    return json.dumps(known, separators=separators)
 
 
 RESTART_AFTER_S = 20.0  # a command whose processes die sooner than that does not try again

@@ -11,13 +11,13 @@ since no stream could be opened between them.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dilocox.dht.records import StageRecord
+from dilocox.dht.swarm_view import own_order
 
 Records = Mapping[int, Mapping[str, StageRecord]]
 
@@ -179,8 +179,8 @@ def _leaves_the_reachable(records: Records, vacancies: Vacancies) -> bool:
 def _order(
     peer: str, record: StageRecord, vacancies: Vacancies, generous: bool
 ) -> tuple[bool, bool, bool, float, float, bytes]:
-    own_order = hashlib.sha256(f"{vacancies.me} {peer}".encode()).digest()
+    drawn = own_order(vacancies.me, peer)
     wanted_elsewhere = generous and not record.client_mode
     round_trip_s = vacancies.round_trips.get(peer, math.inf)
     new, said_no = peer not in vacancies.helped, vacancies.said_no.get(peer, -math.inf)
-    return record.state != "spare", wanted_elsewhere, new, said_no, round_trip_s, own_order
+    return record.state != "spare", wanted_elsewhere, new, said_no, round_trip_s, drawn

@@ -55,7 +55,8 @@ class ForwardFacts(Facts):
 
 
 class Anchors(Protocol):
-    """The anchor, on which the validation loss is computed.
+    """The anchor, on which the validation loss is computed: the learner's, whose room, `peer`, is
+    not to be imported here.
 
     round: of the last record in it. hold: keep it until the next inner step; False where it changes
     just now. in_place: for a while the stage has the weights of the anchor, which is held.

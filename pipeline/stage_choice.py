@@ -13,10 +13,10 @@ stage has nobody nothing is sent any more, and after many looks it goes all the 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 
 from dilocox.dht.records import StageRecord
+from dilocox.dht.swarm_view import own_order
 from dilocox.pipeline.candidates import Records
 
 LEVEL = 1  # stages whose peers differ by so many are level: a move would only swap them
@@ -35,7 +35,7 @@ def choose_stage(records: Records, *, me: str, num_stages: int) -> int:
         known,
         key=lambda stage: (
             sum(peer != me for peer in live_peers(records.get(stage, {}))),
-            _draw(me, stage),
+            own_order(me, stage),
         ),
     )
 
@@ -59,7 +59,7 @@ def next_move(records: Records, *, num_stages: int, turn: int) -> tuple[str, int
     if any(record.state == "joining" for record in records[target].values()):
         return None
     free = [
-        (bool(record.tokens), -counts[stage], _draw(peer, turn, target), peer)
+        (bool(record.tokens), -counts[stage], own_order(peer, turn, target), peer)
         for stage in range(num_stages)
         if counts[stage] - counts[target] > LEVEL
         for peer, record in records[stage].items()
@@ -124,7 +124,3 @@ class Mover:
         self._target = target
         due = fresh and self._held >= (self._long if unsent else self._hold)
         return target if due and target is not None and self._fits(target) else None
-
-
-def _draw(*what: object) -> bytes:
-    return hashlib.sha256(" ".join(str(each) for each in what).encode()).digest()

@@ -431,13 +431,7 @@ class ChainFollower:
             self._refresh()
             return
         if self._trust.wins(wanted, reached, self._log, self.head):
-            logger.error(
-                "alarm: two certified chains since round %d; switching to the one %s",
-                reached.fork_round,
-                "of the operator's archive"
-                if self._trust.witnessed(wanted)
-                else "with more tokens",
-            )
+            logger.error("alarm: %s", self._book.switching(wanted, reached))
             self._state_needed = _StateNeeded(fork_round=reached.fork_round, or_initial=True)
         else:
             if self._trust.witnessed(wanted):

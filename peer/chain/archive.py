@@ -270,13 +270,7 @@ class StageArchive:
     def _cannot_follow(self, view: SwarmView, claim: ClaimRecord, reached: Reached) -> None:
         if not self._replaces:
             if not reached.too_far:
-                logger.error(
-                    "alarm: %s: two certified chains; switching to the one %s",
-                    self,
-                    "of the operator's archive"
-                    if self._trust.witnessed(claim.digest)
-                    else "with more tokens",
-                )
+                logger.error("alarm: %s: %s", self, self._book.switching(claim.digest, reached))
             self._drop_building()  # of the chain that is given up
         donors = self._book.donors(holders(view, claim.digest))
         if donors and self._building is None and self._now() >= self._not_before:

@@ -414,6 +414,12 @@ class ClaimBook:
         _note(self._ignored, digest)
         self.came(digest)
 
+    def switching(self, digest: str, reached: Reached) -> str:
+        """What to tell where our chain is left for the one walked back from this record."""
+        told = f"two certified chains since round {reached.fork_round}; switching to the one "
+        witnessed = self._trust.witnessed(digest)
+        return told + ("of the operator's archive" if witnessed else "with more tokens")
+
     def _passed(self) -> set[str]:
         digest, _, until = self._out_of_reach
         return self._ignored | {digest} if self._trust.now() < until else self._ignored

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.manifest import Manifest
+from dilocox.dht.names import printable
 from dilocox.peer.chain.round_history import MAX_LETTERS, ModelSample, RoundHistory
 from dilocox.peer.os_process import Child, start_process
 
@@ -125,8 +126,8 @@ class Sampler:
         if not prompt:
             logger.info("no sample of the model: %s", child.last_line())
             return
-        shown = (c if c.isprintable() or c == "\n" else " " for c in text[:MAX_LETTERS])
-        seen = "".join(shown).rstrip()  # of a model that has just begun it may be nothing
+        # of a model that has just begun it may be nothing
+        seen = printable(text[:MAX_LETTERS], kept="\n").rstrip()
         self._history.keep_sample(asked._replace(text=seen))
 
     def _rest(self, used_s: float) -> None:

@@ -85,16 +85,21 @@ class ClaimedChain:
 NO_LIMITS = Limits(headers_s=math.inf, all_headers_s=math.inf, records_s=math.inf, stall_s=math.inf)
 
 
-def counted_claims(place: Joined, stage: int) -> dict[str, ClaimRecord]:
+def counted_claims(joined: Joined, stage: int) -> dict[str, ClaimRecord]:
     """The claims of a stage's peers that count, also of peers that have no record yet; those to be
     believed first.
     """
-    found = place.swarm.read(claim_key(place.run, stage), ClaimRecord) or {}
-    return believed_first(that_count(found, place.manifest), place.witness)
+    found = joined.swarm.read(claim_key(joined.run, stage), ClaimRecord) or {}
+    return believed_first(that_count(found, joined.manifest), joined.witness)
+
+
+def run_claims(joined: Joined) -> list[dict[str, ClaimRecord]]:
+    """As `counted_claims`, of each stage."""
+    return [counted_claims(joined, stage) for stage in range(joined.manifest.stages)]
 
 
 async def claimed_chain(
-    place: Joined,
+    joined: Joined,
     stage: int,
     deadline: float = math.inf,
     *,
@@ -105,14 +110,14 @@ async def claimed_chain(
     default no holder has less time than that, so that --timeout helps on a slow line. `older` and
     `limits` as for ChainClient.
     """
-    manifest = place.manifest
-    check = RecordCheck(place.run, stage, manifest, stage_layout(manifest, stage))
+    manifest = joined.manifest
+    check = RecordCheck(joined.run, stage, manifest, stage_layout(manifest, stage))
     client = Client(
-        p2p=await place.dht.replicate_p2p(),
-        namespace=averaging_prefix(place.run, stage),
+        p2p=await joined.dht.replicate_p2p(),
+        namespace=averaging_prefix(joined.run, stage),
         record_bytes=check.record_bytes,
     )
-    counting = counted_claims(place, stage)
+    counting = counted_claims(joined, stage)
     claims = {peer: claim for peer, claim in counting.items() if claim.round >= 0}
     chain = ChainClient(client, check, list(claims), older=older, deadline=deadline, limits=limits)
     return ClaimedChain(
@@ -120,8 +125,8 @@ async def claimed_chain(
         claims=claims,
         peers=len(counting),
         deadline=deadline,
-        witness=place.witness,
-        trusted=place.dht.bootstraps | {place.witness} if place.witness else frozenset(),
+        witness=joined.witness,
+        trusted=joined.dht.bootstraps | {joined.witness} if joined.witness else frozenset(),
     )
 
 

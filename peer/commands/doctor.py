@@ -26,6 +26,7 @@ from dilocox.dht.errors import DilocoxError, InvalidInput, UnreadableManifest
 from dilocox.dht.files import no_temporary_folder
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
+from dilocox.dht.names import printable
 from dilocox.peer import memory_and_disk
 from dilocox.peer.commands import doctor_checks
 from dilocox.peer.commands.doctor_checks import BandwidthFacts, fault, libraries, rounded
@@ -411,5 +412,5 @@ class Printout:
 
 def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
     """In lines of this width; what some peer said may not steer the terminal."""
-    printable = "".join(letter if letter.isprintable() else "?" for letter in text)
-    return textwrap.wrap(printable, width, subsequent_indent=indent, break_on_hyphens=False) or [""]
+    seen = printable(text)
+    return textwrap.wrap(seen, width, subsequent_indent=indent, break_on_hyphens=False) or [""]

@@ -43,12 +43,12 @@ T = TypeVar("T")
 class SwarmFacts:
     """Asks the run, through a place in its DHT, until it is closed."""
 
-    def __init__(self, place: Joined, invite: Invite, own_id: str):
+    def __init__(self, joined: Joined, invite: Invite, own_id: str):
         """own_id: of the peer that may run elsewhere meanwhile; empty for one that is new."""
-        self._place = place
+        self._joined = joined
         self._bootstraps = invite.peer_ids
         self._own_id = own_id
-        self._thread = LoopThread("doctor's network", p2p=place.dht.replicate_p2p)
+        self._thread = LoopThread("doctor's network", p2p=joined.dht.replicate_p2p)
 
     def close(self) -> None:
         self._thread.close()
@@ -57,13 +57,13 @@ class SwarmFacts:
     @cached_property
     def sizes(self) -> list[int]:
         """Parameters of each stage."""
-        manifest = self._place.manifest
+        manifest = self._joined.manifest
         return [plan.num_parameters for plan in plan_stages(manifest.model, manifest.stages)]
 
     @cached_property
     def records(self) -> dict[int, dict[str, StageRecord]]:
         """What the others say of themselves, by stage."""
-        found = look_at_stages(self._place)
+        found = look_at_stages(self._joined)
         return {
             stage: {peer: record for peer, record in here.items() if peer != self._own_id}
             for stage, here in found.items()
@@ -72,11 +72,11 @@ class SwarmFacts:
     @property
     def trained(self) -> float:
         """The share of the run's tokens that is in records, as peers take it to be."""
-        manifest = self._place.manifest
-        claims = self._place.swarm.read(claim_key(self._place.run, 0), ClaimRecord) or {}
+        manifest = self._joined.manifest
+        claims = self._joined.swarm.read(claim_key(self._joined.run, 0), ClaimRecord) or {}
         counting = that_count(claims, manifest)
         view = SwarmView(me=self._own_id, stages=self.records, run_claims=counting)
-        return view.run_tokens(self._place.witness) / manifest.end_tokens
+        return view.run_tokens(self._joined.witness) / manifest.end_tokens
 
     @property
     def peers(self) -> dict[int, int]:
@@ -95,7 +95,7 @@ class SwarmFacts:
 
     def stage(self, option: str, before: int | None) -> int:
         """The stage that this peer would take. Raises InvalidInput for one that is none."""
-        stages = self._place.manifest.stages
+        stages = self._joined.manifest.stages
         if (named := named_stage(option, stages)) is not None:
             return named
         if before is not None:
@@ -105,7 +105,7 @@ class SwarmFacts:
     # ---- questions -------------------------------------------------------------------------------
     def peer_clock(self, stage: int) -> float | None:
         """How far some peer's run time is ahead of ours, in seconds; None if nobody tells."""
-        clock = self._place.clock
+        clock = self._joined.clock
 
         async def ask(peer: PeerID) -> float:
             began = clock.time()
@@ -117,7 +117,7 @@ class SwarmFacts:
     def reach(self, announce: Sequence[str], port: int = 0) -> Reachability:
         """What others find that dial this machine: the doctor, or what listens at this port."""
         own = list(announce)
-        for address in self._place.dht.visible_addresses():
+        for address in self._joined.dht.visible_addresses():
             told = address.partition("/p2p/")[0]
             own.append(f"{told.rpartition('/')[0]}/{port}" if port else told)
         asked = [PeerID.from_base58(peer) for peer in self._bootstraps]

@@ -248,18 +248,18 @@ def _listed(options: LogOptions) -> tuple[str, Chains, Given, Rows]:
             return kept.run, stages, (), {row.round: row for row in told.rows}
         run, manifest = kept.run, kept.manifest()
     else:
-        with visiting(source, options.host) as place:
-            run, manifest = place.run, place.manifest
+        with visiting(source, options.host) as joined:
+            run, manifest = joined.run, joined.manifest
             deadline = time.monotonic() + options.timeout_s
             whole = options.csv_file is not None and options.stage in ("all", "auto")
             wanted = _wanted("0" if whole else options.stage, range(manifest.stages))
             for parts, stage in zip(range(len(wanted) + 1, 1, -1), wanted, strict=True):
                 now = time.monotonic()  # each has its part of the time left, the history the last
                 until = now + (deadline - now) / parts
-                stages[stage] = asyncio.run(_claimed(place, stage, until, list_chain))
-            told = asyncio.run(_told_history(place, source, deadline))
+                stages[stage] = asyncio.run(_claimed(joined, stage, until, list_chain))
+            told = asyncio.run(_told_history(joined, source, deadline))
             keys = dict.fromkeys((stage_key(run, n) for n in range(manifest.stages)), StageRecord)
-            for found in place.swarm.read_many(keys).values():
+            for found in joined.swarm.read_many(keys).values():
                 for peer, record in (found or {}).items():
                     told.names[peer] = NamedPeer.of(peer, record)
     stated = {peer: (name, team, None) for peer, name, team in told.names.values()}
@@ -269,14 +269,16 @@ def _listed(options: LogOptions) -> tuple[str, Chains, Given, Rows]:
     return run, stages, given, {row.round: row for row in told.rows}
 
 
-async def _told_history(place: Joined, invite: Invite, deadline: float) -> ToldHistory:
+async def _told_history(joined: Joined, invite: Invite, deadline: float) -> ToldHistory:
     """What the bootstraps of the invite keep, the operator's first; empty where none answers."""
     client = Client(
-        p2p=await place.dht.replicate_p2p(),
-        namespace=averaging_prefix(place.run, 0),
+        p2p=await joined.dht.replicate_p2p(),
+        namespace=averaging_prefix(joined.run, 0),
         record_bytes=0,
     )
-    asked = ask_history(client, invite.peer_ids, place.run, place.manifest, witness=place.witness)
+    asked = ask_history(
+        client, invite.peer_ids, joined.run, joined.manifest, witness=joined.witness
+    )
     try:
         return await asyncio.wait_for(asked, max(1.0, deadline - time.monotonic()))
     except asyncio.TimeoutError:
@@ -337,14 +339,14 @@ def _replayed(manifest: Manifest, run: str, stage: int, chain: KeptChain) -> Rep
 
 def _verify_swarm(invite: Invite, options: VerifyOptions) -> bool:
     sound = True
-    with visiting(invite, options.host) as place:
+    with visiting(invite, options.host) as joined:
         deadline = time.monotonic() + options.timeout_s
-        for stage in _wanted(options.stage, range(place.manifest.stages)):
+        for stage in _wanted(options.stage, range(joined.manifest.stages)):
             with tempfile.TemporaryDirectory() as folder:
                 typer.echo(f"stage {stage}: fetching its rounds ...", err=True)
                 downloaded = partial(download_chain, folder=Path(folder))
-                chain, flaws = asyncio.run(_claimed(place, stage, deadline, downloaded))
-                found = _replayed(place.manifest, place.run, stage, chain)
+                chain, flaws = asyncio.run(_claimed(joined, stage, deadline, downloaded))
+                found = _replayed(joined.manifest, joined.run, stage, chain)
                 sound &= _told(stage, found, flaws)
     return sound
 
@@ -395,10 +397,10 @@ def _wanted(stage: str, there: Sequence[int]) -> list[int]:
 
 
 async def _claimed(
-    place: Joined, stage: int, deadline: float, ask: Callable[[ClaimedChain], Awaitable[T]]
+    joined: Joined, stage: int, deadline: float, ask: Callable[[ClaimedChain], Awaitable[T]]
 ) -> T:
     """What is told when the newest chain that somebody claims to have is asked for."""
-    claimed = await claimed_chain(place, stage, deadline)
+    claimed = await claimed_chain(joined, stage, deadline)
     if not claimed.claims:
         raise EnvironmentFault(
             f"stage {stage}: nobody in view has committed a round; check that the run trains, or "

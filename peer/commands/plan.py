@@ -76,9 +76,9 @@ def _of_run(options: PlanOptions, invite: Invite) -> tuple[Manifest, Machines, d
     from dilocox.dht.join import visiting  # hivemind is heavy
     from dilocox.peer.commands.doctor_swarm import SwarmFacts
 
-    with visiting(invite, options.host) as place:
-        manifest = place.manifest
-        with contextlib.closing(SwarmFacts(place, invite, "")) as swarm:
+    with visiting(invite, options.host) as joined:
+        manifest = joined.manifest
+        with contextlib.closing(SwarmFacts(joined, invite, "")) as swarm:
             hosts = {
                 stage: [r for r in here.values() if r.state == "training" and r.tokens_per_s > 0]
                 for stage, here in swarm.records.items()

@@ -15,7 +15,6 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from statistics import median_low
 from typing import Any
 
 import typer
@@ -24,10 +23,10 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import disable_progress_bars
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput, in_one_line
-from dilocox.dht.join import Joined, visiting
+from dilocox.dht.join import Joined, check_node, visiting
 from dilocox.dht.manifest_revisions import ManifestWatch
-from dilocox.dht.swarm_view import SwarmView
-from dilocox.peer.chain.visitor_download import counted_claims
+from dilocox.dht.swarm_view import newest_round
+from dilocox.peer.chain.visitor_download import run_claims
 from dilocox.peer.commands.export import export_run, shown_rounds
 from dilocox.peer.options import PushOptions
 from dilocox.peer.os_process import STOPPED, StopSignal
@@ -61,7 +60,7 @@ def run_push_command(options: PushOptions) -> int:
                 if over:
                     return 0
                 over = _wait(joined, watch, pushed + options.every)
-                if over and newest_round(joined, watch)[0] <= pushed:
+                if over and _newest(joined, watch)[0] <= pushed:
                     return 0
     return STOPPED
 
@@ -75,28 +74,17 @@ def _push(joined: Joined, repository: Repository, options: PushOptions) -> int:
     return min(each.round for each in places)
 
 
-def newest_round(joined: Joined, watch: ManifestWatch) -> tuple[int, int]:
-    """The newest round of every stage, -1 before the first, and the run's tokens: as the operator's
-    archive says, else as most holders of records claim.
-    """
-    place = replace(joined, manifest=watch.manifest)
-    claims = [counted_claims(place, stage) for stage in range(watch.manifest.stages)]
-    rounds: list[int] = []
-    for of_stage in claims:
-        vouched = of_stage.get(place.witness)
-        told = [claim.round for claim in of_stage.values()] if vouched is None else [vouched.round]
-        rounds.append(median_low(told or [-1]))
-    return min(rounds), SwarmView(me="", run_claims=claims[0]).run_tokens(place.witness)
+def _newest(joined: Joined, watch: ManifestWatch) -> tuple[int, int]:
+    return newest_round(run_claims(replace(joined, manifest=watch.manifest)), joined.witness)
 
 
 def _wait(joined: Joined, watch: ManifestWatch, wanted: int) -> bool:
     """Wait for a round, or for the last one of a run that has ended; whether it is that."""
     before, since = -1, time.monotonic()
     while True:
-        if not joined.dht.running:
-            raise EnvironmentFault("this program's own DHT node has ended; start it again")
+        check_node(joined)
         watch.look()
-        found, tokens = newest_round(joined, watch)
+        found, tokens = _newest(joined, watch)
         ended = watch.manifest.ended_at(tokens)
         if not ended and found >= wanted:
             return False

@@ -35,12 +35,11 @@ import typer
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from dilocox.dht.errors import DilocoxError, EnvironmentFault
-from dilocox.dht.join import Joined, visiting
-from dilocox.dht.manifest import Manifest
+from dilocox.dht.errors import DilocoxError
+from dilocox.dht.join import Joined, check_node, visiting
 from dilocox.dht.manifest_revisions import ManifestWatch
-from dilocox.dht.records import ClaimRecord
-from dilocox.peer.chain.visitor_download import counted_claims
+from dilocox.dht.swarm_view import newest_round
+from dilocox.peer.chain.visitor_download import run_claims
 from dilocox.peer.commands.export import DEFAULT_TOKENS, TextModel, export_run, shown_rounds
 from dilocox.peer.commands.model_memory import MAX_POSITIONS, check_model_memory, writing_bytes
 from dilocox.peer.http_pages import (
@@ -86,7 +85,8 @@ class ApiError(Exception):
         super().__init__(message)
         kind = "invalid_request_error" if status < 500 else "server_error"
         error = {"message": message, "type": kind, "param": field, "code": code}
-        self.page = json_page({"error": error}, status)
+        again = {"Retry-After": "10"} if status == HTTPStatus.TOO_MANY_REQUESTS else {}
+        self.page = replace(Page.json({"error": error}, status), headers=again)
 
 
 class ClientGone(ConnectionError):
@@ -185,12 +185,6 @@ def prompt_of(asked: AskedText | AskedChat, model: TextModel) -> tuple[Tensor, l
         raise ApiError(message, field="messages") from error
 
 
-def json_page(value: Any, status: int = HTTPStatus.OK) -> Page:
-    again = {"Retry-After": "10"} if status == HTTPStatus.TOO_MANY_REQUESTS else {}
-    body = json.dumps(value).encode()
-    return Page(body=body, content_type="application/json", status=status, headers=again)
-
-
 # ---- what answers --------------------------------------------------------------------------------
 class StopText:
     """Passes a text on up to the first of some stops.
@@ -264,8 +258,8 @@ class ChatService:
 
         return {
             "/": lambda: self._page,
-            "/v1/models": lambda: json_page({"object": "list", "data": [model()]}),
-            f"/v1/models/{self.name}": lambda: json_page(model()),
+            "/v1/models": lambda: Page.json({"object": "list", "data": [model()]}),
+            f"/v1/models/{self.name}": lambda: Page.json(model()),
         }
 
     @contextmanager
@@ -396,7 +390,7 @@ class ChatRequest(PageRequest):
         usage = {"prompt_tokens": length, "completion_tokens": made, "total_tokens": length + made}
         if not asked.stream:
             choice = _choice(chat, "".join(pieces), finish, "message")
-            return json_page(about | {"choices": [choice], "usage": usage})
+            return Page.json(about | {"choices": [choice], "usage": usage})
         if (asked.stream_options or {}).get("include_usage"):
             self._send_event(json.dumps(about | {"choices": [], "usage": usage}))
         self._send_event("[DONE]")
@@ -465,15 +459,6 @@ def load(options: ServeOptions, joined: Joined, folder: Path) -> Loaded:
     return Loaded(model=TextModel(folder), round=newest, tokens=places[0].chain_tokens)
 
 
-def is_worth_loading(newest: ClaimRecord, loaded: int, manifest: Manifest, rounds: int) -> bool:
-    """Whether a claimed record is so many rounds from the loaded one, or the run's last.
-
-    After a rollback it is of an earlier round.
-    """
-    least = 1 if manifest.ended_at(newest.chain_tokens) else rounds
-    return abs(newest.round - loaded) >= least
-
-
 def follow(
     options: ServeOptions, joined: Joined, service: ChatService, folder: Path, stop: StopSignal
 ) -> None:
@@ -482,28 +467,28 @@ def follow(
     Raises EnvironmentFault: this program's DHT node has ended.
     """
     watch = ManifestWatch(joined.swarm, joined.run, joined.manifest)
-    tried, next_at = "", time.monotonic() + 60 * options.refresh_minutes
+    tried, next_at = -1, time.monotonic() + 60 * options.refresh_minutes
     while True:
         stop.event.wait(LOOK_S)
-        if not joined.dht.running:
-            raise EnvironmentFault("this program's own DHT node has ended; start it again")
+        check_node(joined)
         if not options.refresh_rounds or time.monotonic() < next_at:
             continue
-        claims = counted_claims(joined, 0).values()
-        told, heartbeat_s = (c.revision for c in claims), watch.manifest.deadlines.heartbeat_s
+        claims = run_claims(joined)
+        told = (claim.revision for claim in claims[0].values())
+        heartbeat_s = watch.manifest.deadlines.heartbeat_s
         watch.follow(max(told, default=0), heartbeat_s, time.monotonic())
         joined = replace(joined, manifest=watch.manifest)
-        newest = next((claim for claim in claims if claim.round >= 0), None)
+        newest, tokens = newest_round(claims, joined.witness)
         # what is claimed and led to nothing newer is not tried again
-        if newest is None or newest.digest == tried:
+        if newest in (-1, tried):
             continue
-        rounds = options.refresh_rounds
-        if not is_worth_loading(newest, service.loaded.round, watch.manifest, rounds):
+        least = 1 if watch.manifest.ended_at(tokens) else options.refresh_rounds
+        if abs(newest - service.loaded.round) < least:  # after a rollback it is an earlier one
             continue
         pause_s = 60 * options.refresh_minutes
         try:
             service.take(load(options, joined, folder))
-            tried = newest.digest
+            tried = newest
         except (DilocoxError, OSError, ValueError) as error:
             logger.warning("no newer weights; the old ones still answer: %s", error)
             pause_s = max(RETRY_S, pause_s)

@@ -75,22 +75,22 @@ class SwarmLook:
 class Looker:
     """Looks again and again; all in one thread."""
 
-    def __init__(self, place: Joined, bootstraps: Iterable[str], ping_s: float = PING_PERIOD_S):
-        self._place, self._ping_s = place, ping_s
+    def __init__(self, joined: Joined, bootstraps: Iterable[str], ping_s: float = PING_PERIOD_S):
+        self._joined, self._ping_s = joined, ping_s
         self._pinged_at = float("-inf")
         self._last = SwarmLook(
-            at=place.clock.time(),
-            manifest=place.manifest,
+            at=joined.clock.time(),
+            manifest=joined.manifest,
             bootstraps=dict.fromkeys(bootstraps, True),
         )
 
     def look(self, manifest: Manifest) -> SwarmLook:
         """Read everything, by the newest manifest; what gives no answer stays as it was."""
-        run, last, stages = self._place.run, self._last, range(manifest.stages)
+        run, last, stages = self._joined.run, self._last, range(manifest.stages)
         asked: dict[str, type[Record]] = {stage_key(run, stage): StageRecord for stage in stages}
         asked |= {claim_key(run, stage): ClaimRecord for stage in stages}
         asked[replica_key(run)] = ReplicaRecord
-        found = cast("Mapping[str, Any]", self._place.swarm.read_many(asked, READ_LIMIT_S))
+        found = cast("Mapping[str, Any]", self._joined.swarm.read_many(asked, READ_LIMIT_S))
 
         def heard(key: str, before: Any) -> Any:
             return before if found[key] is None else found[key]
@@ -99,11 +99,11 @@ class Looker:
         claims = {s: heard(claim_key(run, s), last.claims.get(s, {})) for s in stages}
         replicas = heard(replica_key(run), last.replicas)
         self._last = SwarmLook(
-            at=self._place.clock.time(),
+            at=self._joined.clock.time(),
             manifest=manifest,
             bootstraps=self._bootstraps(),
             answered=any(found[key] is not None for key in asked),
-            witness=self._place.witness,
+            witness=self._joined.witness,
             stages=hosts,
             claims={stage: that_count(told, manifest) for stage, told in claims.items()},
             replicas=leading(replicas, hosts[0]),
@@ -116,7 +116,7 @@ class Looker:
             return self._last.bootstraps
         self._pinged_at = now
         try:
-            answering = self._place.dht.answering_bootstraps(PING_LIMIT_S)
+            answering = self._joined.dht.answering_bootstraps(PING_LIMIT_S)
         except NoAnswer:
             answering = frozenset[str]()
         return {peer: peer in answering for peer in self._last.bootstraps}

@@ -15,7 +15,6 @@ bytes; a caller gets the newest, however busy that thread is.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import time
@@ -97,8 +96,7 @@ class MonitorPages:
 
     def show(self, status: dict[str, Any], metrics: Page, rows: Rows = ()) -> None:
         """The figures after a look. rows: of all contributors, for their cards and for callers."""
-        text = json.dumps(status, allow_nan=False, separators=(",", ":"))
-        self._status = Page(body=text.encode(), content_type="application/json").kept()
+        self._status = Page.json(status).kept()
         self._metrics = metrics
         head, plain = head_of(status).encode(), self._plain
         self._page = replace(plain, body=plain.body.replace(TITLE, head, 1))
@@ -127,7 +125,7 @@ class MonitorPages:
         peer, rows = found["card"], self._rows
         if peer is None:
             told = islice((row for each, row in rows.items() if each.endswith(found["ending"])), 2)
-            return Page(body=json.dumps([*told]).encode(), content_type="application/json")
+            return Page.json([*told])
         if peer not in rows:
             return None
         policy = {"Content-Security-Policy": "default-src 'none'"}
@@ -172,9 +170,9 @@ def run_monitor_command(options: MonitorOptions) -> int:
         started = time.monotonic()
         while True:
             try:
-                with join_run(options.invite, identity, listen=(), client_mode=True) as place:
+                with join_run(options.invite, identity, listen=(), client_mode=True) as joined:
                     stop.defer()
-                    _serve(Monitor(options, place, kept, trackers), options, stop)
+                    _serve(Monitor(options, joined, kept, trackers), options, stop)
                 break
             except NodeDied:
                 if time.monotonic() - started < RESTART_AFTER_S:
@@ -211,7 +209,7 @@ def _serve(monitor: Monitor, options: MonitorOptions, stop: StopSignal) -> None:
             option="",
             answer_limit_s=ANSWER_LIMIT_S,
         ) as server:
-            typer.echo(f"watching run {monitor.place.run} ({monitor.place.manifest.name})")
+            typer.echo(f"watching run {monitor.joined.run} ({monitor.joined.manifest.name})")
             typer.echo(f"status page {server.url}/ and figures at /metrics")
             while not stop.event.wait(monitor.turn()):
                 if not monitor.alive:
@@ -224,33 +222,33 @@ class Monitor:
     """Looks, follows chains, remembers, and shows. All calls in one thread."""
 
     def __init__(
-        self, options: MonitorOptions, place: Joined, kept: Path, trackers: Sequence[Tracker] = ()
+        self, options: MonitorOptions, joined: Joined, kept: Path, trackers: Sequence[Tracker] = ()
     ):
         """kept: the history's file. trackers: what else rounds are written to. Raises
         EnvironmentFault.
         """
-        manifest, now = place.manifest, place.clock.time()
-        self.place = place
+        manifest, now = joined.manifest, joined.clock.time()
+        self.joined = joined
         self._invite = str(options.invite)
         self._kept = kept
         self._trackers = trackers
         self._bootstraps = options.invite.peer_ids
-        self._looker = Looker(place, self._bootstraps)
-        self._watch = ManifestWatch(place.swarm, place.run, manifest)
+        self._looker = Looker(joined, self._bootstraps)
+        self._watch = ManifestWatch(joined.swarm, joined.run, manifest)
         self._asked_at = self._saved_at = time.monotonic()
         self._history = SwarmHistory.load(kept, manifest.stages, manifest.root, now)
         self._saved = self._history.counters
         self._gap_at = self._history_at = float("-inf")
         heartbeat_s = manifest.deadlines.heartbeat_s
         self._period_s = min(max(heartbeat_s, SHORTEST_LOOK_PERIOD_S), LONGEST_LOOK_PERIOD_S)
-        self._chains = ChainReader(place.dht, place.run, self._bootstraps)
+        self._chains = ChainReader(joined.dht, joined.run, self._bootstraps)
         self._chains.start()
         self.pages = MonitorPages(lambda: self.alive)
 
     @property
     def alive(self) -> bool:
         """Whether its node and its thread live."""
-        return self.place.dht.running and self._chains.running
+        return self.joined.dht.running and self._chains.running
 
     def turn(self) -> float:
         """One look at the swarm, whatever comes of it; the seconds until the next one."""
@@ -283,7 +281,7 @@ class Monitor:
         late = time.monotonic() >= self._saved_at + SAVE_S
         if late or self._history.counters != self._saved:
             self._save()  # before they are shown: a counter must not fall when this one is killed
-        seen = Seen(self.place.run, self._invite, look, self._history, health)
+        seen = Seen(self.joined.run, self._invite, look, self._history, health)
         self.pages.show(status_of(seen), metrics_page(metrics_of(seen)), seen.contributions)
 
     def close(self) -> None:
@@ -312,7 +310,7 @@ class Monitor:
             head = self._history.stages[0].head
             newest = curve.told if head is None else min(curve.told, head.round)
             after = max(FIRST, newest - STILL_OPEN)
-            self._chains.ask_history(manifest, self.place.witness, after)
+            self._chains.ask_history(manifest, self.joined.witness, after)
         return told and told.rows
 
     # ---- chains ----------------------------------------------------------------------------------

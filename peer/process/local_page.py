@@ -29,7 +29,6 @@ from dilocox.dht.manifest import Manifest
 from dilocox.peer.hours import Rest
 from dilocox.peer.http_pages import Page, asks_this_machine, html_page, is_loopback, not_allowed
 from dilocox.peer.options import PeerOptions
-from dilocox.peer.os_process import strict_json
 from dilocox.peer.state_folder import MANIFEST_FILE, StateFolder
 
 TOKEN_HEADER = "X-Dilocox-Token"
@@ -70,8 +69,7 @@ class LocalPage:
         if path == "/":
             return self._page
         if path == "/peer.json":
-            told = strict_json(self._facts() | {"buttons": may})
-            return Page(body=told.encode(), content_type="application/json")
+            return Page.json(self._facts() | {"buttons": may})
         if not may:
             said = "this takes the token in the address that the peer printed at its start"
             return Page.text(said, HTTPStatus.FORBIDDEN)

@@ -77,25 +77,25 @@ def _packed(manifest: Manifest) -> bytes | None:
     return packed
 
 
-def reachable_tokenizer(place: Joined, bootstraps: Sequence[str], folder: Path) -> str:
+def reachable_tokenizer(joined: Joined, bootstraps: Sequence[str], folder: Path) -> str:
     """What to call the run's tokenizer on this machine: its name where that opens here, else a
     folder, below this one, with what a bootstrap gave.
 
     bootstraps: their addresses. Raises EnvironmentFault if nobody gives it in time, HubAway if
     the hub may later, InvalidInput if it is not the run's.
     """
-    data, kept = place.manifest.data, folder / TOKENIZER_NAME
+    data, kept = joined.manifest.data, folder / TOKENIZER_NAME
     if data.tokenizer == "byt5":
         return data.tokenizer
     reason: DilocoxError | None = None
     for name in [str(kept)] * kept.is_dir() + [data.tokenizer]:
         try:
-            check_tokenizer(data, open_tokenizer(name), place.manifest.model)
+            check_tokenizer(data, open_tokenizer(name), joined.manifest.model)
             return name
         except DilocoxError as error:
             reason = error
     logger.info("the tokenizer cannot be had here (%s): taking the bootstrap's", reason)
-    files = _fetched(place, bootstraps, time.monotonic() + WAIT_S)
+    files = _fetched(joined, bootstraps, time.monotonic() + WAIT_S)
     if files is None:
         kind = HubAway if isinstance(reason, HubAway) else EnvironmentFault
         raise kind(f"no bootstrap gives the run's tokenizer, and here: {reason}")
@@ -105,18 +105,18 @@ def reachable_tokenizer(place: Joined, bootstraps: Sequence[str], folder: Path) 
         partial.mkdir()
         for file, content in files.items():
             write_atomically(partial / file, content)
-        check_tokenizer(data, open_tokenizer(str(partial)), place.manifest.model)
+        check_tokenizer(data, open_tokenizer(str(partial)), joined.manifest.model)
         if kept.is_dir():  # damaged, or it would have been taken
             shutil.rmtree(kept)
         partial.rename(kept)
     return str(kept)
 
 
-def _fetched(place: Joined, bootstraps: Sequence[str], give_up: float) -> dict[str, bytes] | None:
+def _fetched(joined: Joined, bootstraps: Sequence[str], give_up: float) -> dict[str, bytes] | None:
     """The files, from the first bootstrap that gives them; None if none does until then."""
-    with closing(LoopThread("tokenizer", p2p=place.dht.replicate_p2p)) as thread:
+    with closing(LoopThread("tokenizer", p2p=joined.dht.replicate_p2p)) as thread:
         thread.start()
-        client = Client(p2p=thread.p2p, namespace=averaging_prefix(place.run, 0), record_bytes=0)
+        client = Client(p2p=thread.p2p, namespace=averaging_prefix(joined.run, 0), record_bytes=0)
         while True:
             for address in bootstraps:
                 peer = bootstrap_address(address).peer_id

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dilocox.dht.records import ClaimRecord
-from dilocox.dht.swarm_view import SwarmView, believed_first
+from dilocox.dht.swarm_view import SwarmView, believed_first, newest_round
 from tests.pipeline.swarms import stage_record
 
 
@@ -140,6 +140,14 @@ def test_who_only_looks_believes_the_archive_then_most(
     believed = believed_first(claims, "boot")
     assert next(iter(believed.values())).digest == first
     assert believed == claims, "none is lost"
+
+
+def test_the_newest_round_is_the_archives_or_what_most_say_of_the_last_stage_to_have_it() -> None:
+    claims = {"a": claim(4, "four", 40), "b": claim(5, "five", 50), "free": FREE["free0"]}
+    ahead = {"a": claim(6, "six", 60)}
+    assert newest_round([claims, ahead], "boot") == (5, 50)
+    assert newest_round([claims, ahead | {"boot": claim(3, "three", 30)}], "boot") == (3, 50)
+    assert newest_round([claims | {"boot": claim(4, "four", 40)}, {}], "boot") == (-1, 40)
 
 
 def test_the_archive_itself_is_the_last_of_those_that_have_its_record() -> None:

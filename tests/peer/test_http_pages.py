@@ -79,6 +79,11 @@ def test_a_page_is_made_anew_for_each_request_and_the_query_does_not_matter() ->
     assert headers["Content-Length"] == str(len(body))
 
 
+def test_a_number_that_json_does_not_know_is_null_on_a_page() -> None:
+    page = Page.json({"loss": float("nan"), "most": [float("inf"), 0.1]})
+    assert page.body == b'{"loss":null,"most":[null,0.1]}'
+
+
 def test_head_has_no_body_and_other_methods_and_paths_are_refused() -> None:
     with served({"/page": lambda: Page.text("here")}) as server:
         assert ask(server, "/page", "HEAD")[:2] == (200, "")

@@ -12,24 +12,22 @@ from contextlib import closing, contextmanager
 from http.client import HTTPConnection, HTTPResponse
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
+from dilocox.dht.join import Joined
 from dilocox.dht.manifest import Manifest
-from dilocox.dht.records import ClaimRecord
+from dilocox.dht.records import ClaimRecord, claim_key
 from dilocox.peer.commands import export
 from dilocox.peer.commands import serve as serving
 from dilocox.peer.commands.export import TextModel, continue_text
-from dilocox.peer.commands.serve import (
-    ChatService,
-    Loaded,
-    StopText,
-    is_worth_loading,
-)
+from dilocox.peer.commands.serve import ChatService, Loaded, StopText
 from dilocox.peer.http_pages import PageServer
+from dilocox.peer.os_process import StopRequested
 from tests.dht.processes import wait_until
 from tests.peer.commands.checkpoints import LLAMA, RUN, write
 from tests.peer.corpora import write_tokenizer
@@ -271,15 +269,53 @@ def test_newer_weights_answer_from_the_next_text_on_and_say_so(
 
 
 @pytest.mark.parametrize(
-    ("newest", "tokens", "worth"),
-    [(15, 800, True), (14, 800, False), (14, 1000, True), (12, 1000, False), (9, 800, True)],
+    ("rounds", "tokens", "worth"),
+    [
+        ([[15], [15]], 800, True),
+        ([[14], [15]], 800, False),
+        ([[15], [14]], 800, False),  # not every stage has it
+        ([[14], [14]], 1000, True),
+        ([[12], [12]], 1000, False),
+        ([[9], [9]], 800, True),
+        ([[], []], 800, False),
+        ([[12, 13, 900], [12]], 800, False),  # a stranger's word moves nobody
+    ],
 )
-def test_weights_are_loaded_after_so_many_rounds_or_where_the_run_has_ended(
-    newest: int, tokens: int, worth: bool
+def test_weights_are_loaded_once_after_so_many_rounds_or_where_the_run_has_ended(
+    rounds: list[list[int]], tokens: int, worth: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manifest = Manifest.from_dict({"name": "a", "model": "tiny", "end_tokens": 1000})
-    claim = ClaimRecord(round=newest, digest="d" * 64, chain_tokens=tokens, record_bytes=1)
-    assert is_worth_loading(claim, 12, manifest, 3) is worth
+    """rounds: what the peers of each stage claim, while the weights of round 12 answer."""
+
+    def claim(number: int) -> ClaimRecord:
+        digest = f"{number:064x}"
+        return ClaimRecord(round=number, digest=digest, chain_tokens=tokens, record_bytes=1)
+
+    told = {
+        claim_key(RUN, stage): {f"peer {number}": claim(number) for number in numbers}
+        for stage, numbers in enumerate(rounds)
+    }
+    about = {"name": "a", "model": "tiny", "stages": 2, "end_tokens": 1000}
+    joined = Joined(
+        identity=cast("Any", None),
+        run=RUN,
+        manifest=Manifest.from_dict(about),
+        clock=cast("Any", None),
+        dht=cast("Any", SimpleNamespace(running=True)),
+        swarm=cast("Any", SimpleNamespace(read=lambda key, _: told[key])),
+    )
+    loads, waits = list[object](), iter(range(4))
+
+    def wait(_: float) -> None:
+        if next(waits) == 3:
+            raise StopRequested
+
+    service = SimpleNamespace(loaded=SimpleNamespace(round=12), take=loads.append)
+    options = cast("Any", SimpleNamespace(refresh_rounds=3, refresh_minutes=0))
+    stop = cast("Any", SimpleNamespace(event=SimpleNamespace(wait=wait)))
+    monkeypatch.setattr(serving, "load", lambda *_: object())
+    with pytest.raises(StopRequested):
+        serving.follow(options, joined, cast("Any", service), Path(), stop)
+    assert len(loads) == worth
 
 
 # ---- refusals ------------------------------------------------------------------------------------

@@ -11,6 +11,10 @@ from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.files import disk_fault, write_atomically
 
 MANIFEST_FILE = "manifest.json"  # in the folder of a stage, what it was made under
+LOG_FOLDER = "log"  # there, and in an archive's generations: records, certificates, own votes
+SNAPSHOT_FOLDER = "snapshots"  # there
+EVENTS_FILE = "events.jsonl"  # there
+STATUS_FILE = "status.json"  # there; in the state folder itself while the peer rests
 ASIDE = "before-"  # how the folders begin of what was put aside
 
 PEER_RUNS = (
@@ -30,15 +34,31 @@ class StateFolder:
         self.identity = path / "identity.key"
         self.operator = path / "operator.key"  # where it has taken the place of the former
         self.invite = path / "invite"  # what a bootstrap printed last
+        self.page_token = path / "page.token"  # of the peer's own page
+        self.traffic = path / "traffic.json"  # of this month, for --monthly-traffic
         self._paused = path / "paused"
 
     def run(self, run: str, stage: int) -> Path:
         """What belongs to a stage of a run: a folder that is moved away to join anew."""
         return self.path / f"{run}-stage{stage}"
 
+    def stages(self, run: str = "*") -> dict[int, Path]:
+        """The folders of the stages of a run that were hosted here; no copies of them that somebody
+        made.
+        """
+        found = {
+            path.name.rpartition("-stage")[2]: path for path in self.path.glob(f"{run}-stage*")
+        }
+        return {int(stage): path for stage, path in found.items() if stage.isdecimal()}
+
+    def of_stages(self, name: str, run: str = "*") -> list[Path]:
+        """The files of this name that they have."""
+        files = [folder / name for folder in self.stages(run).values()]
+        return [file for file in files if file.exists()]
+
     def took_part(self, run: str) -> bool:
         """Whether there is something of a run here."""
-        return any(self.path.glob(f"{run}-stage*"))
+        return bool(self.stages(run))
 
     def manifest(self, run: str) -> Path:
         """The newest signed manifest of a run that was seen here."""

@@ -52,6 +52,18 @@ def test_the_changelog_names_the_newest_protocol() -> None:
     assert int(told[0]) == max(map(int, told)) == PROTOCOL_VERSION
 
 
+def test_the_architecture_names_every_file_of_the_product_and_no_other() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    tops = ("dht", "compression", "pipeline", "peer")
+    files = [path for top in tops for path in (ROOT / top).rglob("*.py")]
+    named = set(re.findall(r"[\w/]+\.py", text))  # some by name alone, beside one of their folder
+    short = {each for each in named if "/" not in each}
+    for name in {each for each in named - short if each.startswith(tops)}:
+        assert (ROOT / name).exists(), name
+    left = [path for path in files if str(path.relative_to(ROOT)) not in named]
+    assert {path.name for path in left} <= short | {"__init__.py"}
+
+
 def test_files_that_the_readme_links_to_exist() -> None:
     links = re.findall(r"\]\((?!http)([^)#]+)\)", (ROOT / "README.md").read_text())
     assert links

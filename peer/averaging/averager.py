@@ -108,6 +108,7 @@ from dilocox.peer.rounds.group_calls import GroupCalls
 from dilocox.peer.rounds.outer_step import anchor_sha256, move_anchor
 from dilocox.peer.rounds.record import RecordRefused, RoundRecord, digest_of
 from dilocox.peer.rounds.vote_count import Verdict
+from dilocox.peer.state_folder import LOG_FOLDER
 from dilocox.pipeline.stage import chosen_device
 
 logger = logging.getLogger(__name__)
@@ -584,7 +585,7 @@ class StageAverager(PeerService, DecentralizedAverager):
         rounds = self.local.manifest.rounds
         kept = max(rounds.records_kept, RECORDS_NEEDED)
         self.log.prune(kept, rounds.log_bytes, applied=round_number)
-        forget_records(self.local.folder / "log")
+        forget_records(self.local.folder / LOG_FOLDER)
         return_free_memory()
         return Applied(
             digest=digest_of(data),
@@ -613,7 +614,7 @@ class StageAverager(PeerService, DecentralizedAverager):
     async def fetch_state(self, peers: Sequence[str], wanted: WantedState) -> StateFile:
         """Download the first peer's anchor and momentum to the disk, what is missing in the end
         from others."""
-        state = self._chain(peers).state(peers[0], self.local.folder / "log", self.log, wanted)
+        state = self._chain(peers).state(peers[0], self.local.folder / LOG_FOLDER, self.log, wanted)
         with self.counting_refusals():
             # what has come by then stays, and the next try goes on with it
             found = await asyncio.wait_for(state, STATE_TRY_S)

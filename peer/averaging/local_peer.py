@@ -12,6 +12,7 @@ from dilocox.dht.join import Joined
 from dilocox.peer.chain.store import RoundLog
 from dilocox.peer.options import PeerOptions
 from dilocox.peer.rounds.record import stage_codec
+from dilocox.peer.state_folder import LOG_FOLDER, SNAPSHOT_FOLDER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +41,12 @@ class LocalPeer(Joined):
     @property
     def snapshots(self) -> Path:
         """The folder of its snapshots; the newest is served to joiners."""
-        return self.folder / "snapshots"
+        return self.folder / SNAPSHOT_FOLDER
 
     def open_log(self) -> RoundLog:
         """The log of its stage; the averaging process appends to it."""
         return RoundLog(
-            self.folder / "log",
+            self.folder / LOG_FOLDER,
             manifest_digest=self.manifest.root,
             codec=stage_codec(self.manifest, self.layout),
         )

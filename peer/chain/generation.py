@@ -47,6 +47,7 @@ from dilocox.peer.chain.store import (
 from dilocox.peer.rounds.ballots import check_certificate
 from dilocox.peer.rounds.outer_step import outer_step
 from dilocox.peer.rounds.record import RecordRefused, RoundRecord, digest_of, parse_header
+from dilocox.peer.state_folder import LOG_FOLDER
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class Generation:
         self.donor = donor
         self.states = folder / "state"
         self.state = kept_state(self.states)
-        self.log = RoundLog(folder / "log", manifest_digest=check.root, codec=check.codec)
+        self.log = RoundLog(folder / LOG_FOLDER, manifest_digest=check.root, codec=check.codec)
         self.state_round = -1 if self.state is None else self.state.round
         self.proven = self.state_round < 0
         self.grown()
@@ -90,14 +91,14 @@ class Generation:
             if state is not None:
                 file, data, certificate = state
                 at = parse_header(data).round
-                kept, log = partial / "state" / STATE_NAME, Store(partial / "log")
+                kept, log = partial / "state" / STATE_NAME, Store(partial / LOG_FOLDER)
                 make_folder(kept)
                 file.replace(kept / STATE_FILE)
                 sync(kept / STATE_FILE)
                 chunks = chunk_digests(kept / STATE_FILE)
                 write_facts(kept, at, digest_of(data), chunks)
                 known_files.see(*state_files(kept))
-                make_folder(partial / "log")
+                make_folder(partial / LOG_FOLDER)
                 log.write(at, data, certificate)
                 if before is not None:
                     log.share(before.log, [n for n in before.log.rounds() if n > at])
@@ -120,7 +121,7 @@ class Generation:
                     logger.warning("%s: damaged (%s), left out", path, error)
                     # to have them is worth no more than to go on
                     with suppress(EnvironmentFault, ValueError):
-                        older.salvage(Store(path / "log"))
+                        older.salvage(Store(path / LOG_FOLDER))
                     shutil.rmtree(path, ignore_errors=True)
         return found
 

@@ -40,7 +40,7 @@ from dilocox.peer.chain.store import (
     archive_folder,
     kept_run,
 )
-from dilocox.peer.state_folder import ASIDE
+from dilocox.peer.state_folder import ASIDE, LOG_FOLDER, SNAPSHOT_FOLDER
 
 logger = logging.getLogger(__name__)
 
@@ -62,12 +62,12 @@ def peer_goes_back(own: Path, manifest: Manifest) -> bool:
     since = last_rollback(manifest)
     if _done(own) >= since:
         return False
-    aside = _put_aside(own, since, ("log", "snapshots"))
-    keep_position_alone(aside / "snapshots")
-    log = Store(aside / "log")
+    aside = _put_aside(own, since, (LOG_FOLDER, SNAPSHOT_FOLDER))
+    keep_position_alone(aside / SNAPSHOT_FOLDER)
+    log = Store(aside / LOG_FOLDER)
     kept = log.counting(manifest)
     if from_start(kept, manifest):
-        Store(own / "log").share(log, [entry.round for entry in kept])
+        Store(own / LOG_FOLDER).share(log, [entry.round for entry in kept])
     _mark(own, since)
     logger.warning("the records from before the rollback are in %s", aside)
     return True
@@ -85,7 +85,9 @@ def archive_goes_back(folder: Path, manifest: Manifest) -> None:
         aside = _put_aside(folder, since, (*names, PREVIOUS_NAME, OLDER_NAME))
         moved = sorted(path.name for path in aside.iterdir() if path.name.isdecimal())
         older = Store(folder / OLDER_NAME)
-        logs = [aside / name / "log" for name in (*moved, PREVIOUS_NAME)] + [aside / OLDER_NAME]
+        logs = [aside / name / LOG_FOLDER for name in (*moved, PREVIOUS_NAME)] + [
+            aside / OLDER_NAME
+        ]
         for log in map(Store, logs):
             older.share(log, [entry.round for entry in log.counting(manifest)])
         _mark(folder, since)
@@ -100,7 +102,7 @@ def newest_aside(own: Path) -> int:
     Rounds go on after it: no number may come twice, or a program that counts by them (a monitor, a
     log) takes the new rounds for the old ones.
     """
-    logs = own.glob(f"{ASIDE}*/log")
+    logs = own.glob(f"{ASIDE}*/{LOG_FOLDER}")
     return max((number for log in logs for number in Store(log).rounds()), default=-1)
 
 
@@ -122,7 +124,7 @@ def prepare(
             state = partial / "state" / STATE_NAME
             make_folder(state)
             write_state(state, entry.round, entry.digest, anchor, momentum)
-            Store(partial / "log").share(entry.store, [entry.round])
+            Store(partial / LOG_FOLDER).share(entry.store, [entry.round])
 
 
 def _put_aside(folder: Path, rules: int, names: Iterable[str]) -> Path:

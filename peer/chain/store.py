@@ -45,7 +45,7 @@ from dilocox.peer.rounds.record import (
     parse_header,
     parse_record,
 )
-from dilocox.peer.state_folder import MANIFEST_FILE
+from dilocox.peer.state_folder import LOG_FOLDER, MANIFEST_FILE, SNAPSHOT_FOLDER
 
 logger = logging.getLogger(__name__)
 
@@ -477,7 +477,7 @@ def kept_run(path: Path) -> KeptRun:
 
 def _of_peer(folder: Path) -> KeptChain:
     stage = int(folder.name.rpartition("-stage")[2])
-    return _chain(stage, [folder / "log"], [folder / "snapshots"])
+    return _chain(stage, [folder / LOG_FOLDER], [folder / SNAPSHOT_FOLDER])
 
 
 def _of_archive(folder: Path) -> list[KeptChain]:
@@ -487,7 +487,7 @@ def _of_archive(folder: Path) -> list[KeptChain]:
         if match := _STAGE.fullmatch(path.name):
             generations = sorted(each for each in path.iterdir() if each.name.isdecimal())
             generations.append(path / PREVIOUS_NAME)
-            logs = [each / "log" for each in generations]
+            logs = [each / LOG_FOLDER for each in generations]
             states = [path / INITIAL_NAME, *(each / "state" for each in generations)]
             chains.append(_chain(int(match["stage"]), [*logs, path / OLDER_NAME], states))
     return chains

@@ -39,6 +39,7 @@ from dilocox.peer.chain.replay import state_after
 from dilocox.peer.chain.store import KeptChain, KeptState, RoundLog, Store
 from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.rounds.record import RecordRefused
+from dilocox.peer.state_folder import LOG_FOLDER
 from dilocox.pipeline.stage import stage_layout
 
 logger = logging.getLogger(__name__)
@@ -171,8 +172,8 @@ async def download_chain(claimed: ClaimedChain, folder: Path) -> tuple[KeptChain
     Raises:
         EnvironmentFault: nobody gives the records that are claimed, or the time is over.
     """
-    log = Store(folder / "log")
-    make_folder(folder / "log")
+    log = Store(folder / LOG_FOLDER)
+    make_folder(folder / LOG_FOLDER)
     flaws: list[str] = []
     previous = ""
     for digest in claimed.digests:
@@ -424,7 +425,7 @@ class _Download:
         chain, check = claimed.chain, claimed.chain.check
         with tempfile.TemporaryDirectory(dir=self.folder) as name:
             folder = Path(name)
-            log = RoundLog(folder / "log", manifest_digest=check.root, codec=check.codec)
+            log = RoundLog(folder / LOG_FOLDER, manifest_digest=check.root, codec=check.codec)
             digest, states, newer, later = claim.digest, list[KeptState](), False, False
             with suppress(ConnectionError):  # no state: its log reaches back to the initial weights
                 offer = await chain.offer(peer)

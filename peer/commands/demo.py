@@ -35,7 +35,7 @@ from dilocox.dht.files import make_folder, write_atomically
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.options import DemoOptions
 from dilocox.peer.os_process import Child, StopSignal, counted, start_command, write_json
-from dilocox.peer.state_folder import StateFolder
+from dilocox.peer.state_folder import EVENTS_FILE, STATUS_FILE, StateFolder
 from dilocox.peer.training.report import shown_loss
 from dilocox.pipeline.partition import plan_stages
 
@@ -74,9 +74,10 @@ class WatchedPeer:
 
     def look(self) -> None:
         """Read the newest status and the events since the last look."""
-        for path in self.state.glob("*-stage*/status.json"):
+        folder = StateFolder(self.state)
+        for path in folder.of_stages(STATUS_FILE):
             self.status = json.loads(path.read_text())
-        for path in self.state.glob("*-stage*/events.jsonl"):
+        for path in folder.of_stages(EVENTS_FILE):
             with path.open() as file:
                 file.seek(self._read.get(path, 0))
                 while (line := file.readline()).endswith("\n"):

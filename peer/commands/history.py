@@ -56,6 +56,7 @@ from dilocox.peer.chain.visitor_download import (
 )
 from dilocox.peer.options import LogOptions, VerifyOptions
 from dilocox.peer.os_process import STOPPED, StopSignal, counted, write_json, write_text
+from dilocox.peer.state_folder import EVENTS_FILE, StateFolder
 
 T = TypeVar("T")
 
@@ -291,7 +292,7 @@ def _kept_history(kept: KeptRun) -> ToldHistory:
         history = RoundHistory(kept.folder / FILE, kept.manifest())
         return ToldHistory(history.rows(), {each.peer: each for each in history.names()})
     found: dict[int, HistoryRow] = {}
-    for path in kept.folder.parent.glob(f"{kept.run}-stage*/events.jsonl"):
+    for path in StateFolder(kept.folder.parent).of_stages(EVENTS_FILE, kept.run):
         for line in path.read_bytes().splitlines():
             with suppress(ValueError, LookupError, TypeError):  # a line may be cut
                 event = json.loads(line)

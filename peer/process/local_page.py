@@ -29,7 +29,7 @@ from dilocox.dht.manifest import Manifest
 from dilocox.peer.hours import Rest
 from dilocox.peer.http_pages import Page, asks_this_machine, html_page, is_loopback, not_allowed
 from dilocox.peer.options import PeerOptions
-from dilocox.peer.state_folder import MANIFEST_FILE, StateFolder
+from dilocox.peer.state_folder import MANIFEST_FILE, STATUS_FILE, StateFolder
 
 TOKEN_HEADER = "X-Dilocox-Token"
 SHOWN_STATUS = (
@@ -83,10 +83,10 @@ class LocalPage:
         """What the page asks for, as the state folder has it; of the run null what it lacks."""
         options, rest = self._options, self._rest()
         told = list[tuple[float, Path, dict[str, Any]]]()  # by stage that the peer was in, or none
-        for folder in (options.state, *options.state.glob(f"{self._run}-stage*")):
-            path = folder / "status.json"
+        own = options.state / STATUS_FILE
+        for path in (own, *StateFolder(options.state).of_stages(STATUS_FILE, self._run)):
             with suppress(OSError, ValueError):
-                told.append((path.stat().st_mtime, folder, json.loads(path.read_bytes())))
+                told.append((path.stat().st_mtime, path.parent, json.loads(path.read_bytes())))
         _, place, status = max(told, default=(0.0, options.state, {"state": "joining"}))
         manifest = None
         with suppress(OSError, ValueError, InvalidInput):
@@ -112,7 +112,7 @@ class LocalPage:
 
 def _token(state: Path) -> str:
     """The token of a state folder, made where there is none."""
-    path, token = state / "page.token", secrets.token_urlsafe(16)
+    path, token = StateFolder(state).page_token, secrets.token_urlsafe(16)
     try:
         with suppress(FileNotFoundError):
             token = path.read_text(errors="replace").strip() or token

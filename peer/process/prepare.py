@@ -32,7 +32,7 @@ from dilocox.peer.memory_and_disk import (
 )
 from dilocox.peer.options import PeerOptions
 from dilocox.peer.rounds.record import stage_codec
-from dilocox.peer.state_folder import ASIDE
+from dilocox.peer.state_folder import ASIDE, SNAPSHOT_FOLDER
 from dilocox.peer.training.activations import activation_bytes
 from dilocox.peer.training.data import Corpus, check_tokenizer, held_out_digest, held_out_windows
 from dilocox.peer.training.data_mixture import each_source
@@ -326,10 +326,13 @@ def check_deadlines(manifest: Manifest) -> None:
 def disk_room(folder: Path, needs: StageNeeds) -> Check:
     """Whether the disk of a peer's folder of this stage has room for what is to come there."""
     # what a rollback put aside, or a damaged snapshot, stays beside all that the stage takes
-    kept_aside = (*folder.glob(f"{ASIDE}*"), *folder.glob(f"snapshots/*{DAMAGED}"))
+    kept_aside = (*folder.glob(f"{ASIDE}*"), *folder.glob(f"{SNAPSHOT_FOLDER}/*{DAMAGED}"))
     aside = sum(bytes_below(each) for each in kept_aside)
     # half a snapshot, and one that a newer one was to replace, go at the start
-    going = (*folder.glob("snapshots/*.partial"), *earlier_than_newest(folder / "snapshots"))
+    going = (
+        *folder.glob(f"{SNAPSHOT_FOLDER}/*.partial"),
+        *earlier_than_newest(folder / SNAPSHOT_FOLDER),
+    )
     held = bytes_below(folder) - aside
     check = disk_check(
         str(folder),

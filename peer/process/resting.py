@@ -40,7 +40,7 @@ from dilocox.peer.options import GB, PauseOptions, PeerOptions, ResumeOptions
 from dilocox.peer.os_process import StopSignal
 from dilocox.peer.process.idle import IdleWatch, Machine
 from dilocox.peer.process.local_page import LocalPage
-from dilocox.peer.state_folder import STATES, StateFolder
+from dilocox.peer.state_folder import STATES, STATUS_FILE, StateFolder
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class Allowance:
         if options.idle_only:
             share = options.idle_share / 100
             self._idle = IdleWatch(machine or Machine(), share=share, working=working)
-        self._file = options.state / "traffic.json"
+        self._file = StateFolder(options.state).traffic
         self._months = _read_months(self._file)
         self._total = 0
         self._written_at = float("-inf")
@@ -313,16 +313,15 @@ METRICS = (
 def _last_place(options: PeerOptions) -> tuple[str, Path]:
     """The stage that this peer hosts or hosted, empty if none is known, and its status.json."""
     folder, run = StateFolder(options.state), options.invite.run_id
-    hosted = [path.name.rpartition("-stage")[2] for path in options.state.glob(f"{run}-stage*")]
-    found = [int(stage) for stage in hosted if stage.isdecimal()]  # no copies that somebody made
+    found = folder.stages(run)
     if options.stage.isdecimal():
         stage: int | None = int(options.stage)
     elif (stage := folder.noted_stage(run)) is None and len(found) == 1:
         (stage,) = found
     if stage is None:
-        return "", options.state / "status.json"
+        return "", options.state / STATUS_FILE
     own = folder.run(run, stage)
-    return str(stage), (own if own.is_dir() else options.state) / "status.json"
+    return str(stage), (own if own.is_dir() else options.state) / STATUS_FILE
 
 
 # ---- the commands --------------------------------------------------------------------------------

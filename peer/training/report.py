@@ -35,6 +35,7 @@ from dilocox.peer.averaging.loop_status import LoopStatus, OwnContribution
 from dilocox.peer.memory_and_disk import size
 from dilocox.peer.os_process import CLEAR_LINE, counted, strict_json
 from dilocox.peer.rounds.record import rank_span
+from dilocox.peer.state_folder import EVENTS_FILE, STATUS_FILE
 from dilocox.peer.training.merge import Outcome
 from dilocox.pipeline.messages import Stepped
 
@@ -88,7 +89,7 @@ class Reporter:
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._events = folder / "events.jsonl"
+        self._events = folder / EVENTS_FILE
         _cut_half_line(self._events)
         self._terminal = sys.stderr.isatty()
         self._status_at = 0.0
@@ -122,7 +123,7 @@ class Reporter:
             return
         self._status_at = time.monotonic()
         text = strict_json(asdict(status))
-        path = self._folder / "status.json"
+        path = self._folder / STATUS_FILE
         with self._spared(path):
             write_atomically(path, text.encode(), durable=False)
         if self._terminal:
@@ -149,7 +150,7 @@ class Reporter:
     def contribution_before(self) -> OwnContribution:
         """What this peer had given when it ended; nothing where no file says so."""
         try:
-            text = (self._folder / "status.json").read_bytes()
+            text = (self._folder / STATUS_FILE).read_bytes()
             return TypeAdapter(LoopStatus).validate_json(text).gave
         except (OSError, ValueError):
             return OwnContribution()

@@ -105,7 +105,7 @@ def _without_hosts(look: SwarmLook, history: SwarmHistory) -> Health | None:
 
 def _moving(look: SwarmLook, history: SwarmHistory) -> Health:
     deadlines = look.manifest.deadlines
-    patience_s = deadlines.matchmaking_s + 2 * (deadlines.exchange_s + deadlines.vote_s)
+    patience_s = deadlines.group_s + deadlines.attempts_s
     limit_s = max(STALL_AT_LEAST_S, STALL_ROUNDS * _round_s(look, history) + patience_s)
     watched_since = history.watched_since
     # one stage that stands still is enough: the anchors of the others move away from it

@@ -338,7 +338,7 @@ class Assembly:
             reservation=self._reservation,
             tell=self._tell,
             # two attempts, and what comes before and between them
-            longest_wait_s=3 * (deadlines.longest_exchange_s + deadlines.vote_s) * waits,
+            longest_wait_s=1.5 * deadlines.attempts_s * waits,
         )
         return Serving(
             learner=learner,

@@ -18,9 +18,9 @@ from tests.peer.fabricated import claim_record, manifest_of, replica_record, sta
 
 NOON = datetime(2026, 11, 20, 12, 0, tzinfo=timezone.utc).timestamp()
 FULL, JOINING, EMPTY = ("training", "spare"), ("joining",), ()
-# three rounds of 30 s, and 20 s of patience with an exchange
+# three rounds of 30 s, and 20 s of patience: with a group, and two of the longest exchanges
 MANIFEST = manifest_of(
-    deadlines={"matchmaking_s": 4.0, "exchange_s": 6.0, "vote_s": 2.0}, rounds={"inner_steps": 30}
+    deadlines={"matchmaking_s": 1.5, "exchange_s": 0.75, "vote_s": 2.0}, rounds={"inner_steps": 30}
 )
 
 

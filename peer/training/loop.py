@@ -29,7 +29,7 @@ from dilocox.peer.averaging.averager import AveragerStuck, StageBuffers
 from dilocox.peer.averaging.coordinator import ChildDied, Coordinator
 from dilocox.peer.averaging.events import Committed, Event, Failed, Resynced, Voided
 from dilocox.peer.averaging.loop_status import LoopStatus
-from dilocox.peer.chain.store import RECORDS_NEEDED
+from dilocox.peer.chain.store import log_limits
 from dilocox.peer.rounds.record import RoundRecord, SendFacts, stage_codec
 from dilocox.peer.training.inner_optimizer import InnerOptimizer
 from dilocox.peer.training.merge import Merge, Outcome, RecordFacts, Remainder
@@ -457,11 +457,10 @@ class Learner:
         if record.round < self._coordinator.newest_round:
             return  # it catches up: one snapshot after the last of them, not after every third
         self._was_at = -1
-        rounds = self._manifest.rounds
         # a peer that only follows has a log that is pruned all the same
         unsaved = [size for number, size in self._unsaved.items() if number > self._snapshots.round]
-        kept_bytes = max(rounds.log_bytes, RECORDS_NEEDED * event.payload_bytes)
-        used = max(len(unsaved) / rounds.records_kept, sum(unsaved) / max(1, kept_bytes))
+        count, kept_bytes = log_limits(self._manifest.rounds, event.payload_bytes)
+        used = max(len(unsaved) / count, sum(unsaved) / max(1, kept_bytes))
         if used >= SAVE_AT and not self._snapshots.refused:
             try:
                 self._save()

@@ -226,8 +226,9 @@ def test_who_leaves_while_the_anchor_does_not_come_back_leaves_without_a_snapsho
 
 @pytest.mark.parametrize(
     ("limits", "payload_bytes"),
-    [({"records_kept": 4}, 0), ({"log_bytes": 4000}, 1000)],
-    ids=["many records", "large records"],
+    # of four records at least, whatever the manifest says
+    [({"records_kept": 4}, 0), ({"records_kept": 1}, 0), ({"log_bytes": 4000}, 1000)],
+    ids=["many records", "few records", "large records"],
 )
 def test_who_only_follows_has_a_snapshot_that_its_pruned_log_reaches_back_to(
     tmp_path: Path, limits: dict[str, int], payload_bytes: int

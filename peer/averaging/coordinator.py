@@ -216,7 +216,7 @@ class Coordinator(threading.Thread):
             return True
         if self._local.stage:
             return self._run_ended
-        return self.chain.head.chain_tokens >= self._local.manifest.end_tokens
+        return self._local.manifest.ended_at(self.chain.head.chain_tokens)
 
     @property
     def stopped(self) -> bool:
@@ -496,9 +496,9 @@ class Coordinator(threading.Thread):
                 view.stages, free=free, turn=turn, unsent=unsent, fresh=fresh
             )
             self.moves_with_progress = unsent
-        end, witness = self._local.manifest.end_tokens, self._local.witness
+        manifest, witness = self._local.manifest, self._local.witness
         # before anybody is known a crowd would end what has not begun
-        self._run_ended = said.says_ended(end, witness, by_peers=anybody_known(newest))
+        self._run_ended = said.says_ended(manifest, witness, by_peers=anybody_known(newest))
         return True
 
     @property

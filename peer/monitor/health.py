@@ -69,11 +69,10 @@ def health_of(look: SwarmLook, history: SwarmHistory) -> Health:
 
 
 def _state_of(look: SwarmLook, history: SwarmHistory) -> Health:
-    state = look.manifest.operation.state
     view = SwarmView(me="", stages=look.stages, run_claims=look.claims.get(0, {}))
-    if state == "ended" or view.says_ended(look.manifest.end_tokens, look.witness):
+    if view.says_ended(look.manifest, look.witness):
         return Health("ended", "ended")
-    if state == "paused":
+    if look.manifest.operation.state == "paused":
         health = Health("paused", "paused")
     elif look.reachable:
         health = _without_hosts(look, history) or _moving(look, history)

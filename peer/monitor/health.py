@@ -85,15 +85,15 @@ def _state_of(look: SwarmLook, history: SwarmHistory) -> Health:
 def _without_hosts(look: SwarmLook, history: SwarmHistory) -> Health | None:
     """What is said where a stage has no peer that could train."""
     stages = range(len(history.stages))
-    states = [{record.state for record in look.present(stage).values()} for stage in stages]
-    empty = tuple(stage for stage in stages if states[stage] <= {"joining"})
+    present = [look.present(stage) for stage in stages]
+    empty = tuple(n for n in stages if not any(each.can_train for each in present[n].values()))
     if not empty:
         return None
     claims = (claim for stage in stages for claim in look.claims.get(stage, {}).values())
     begun = any(each.rounds for each in history.stages) or any(each.round >= 0 for each in claims)
-    if not begun and not any(states):
+    if not begun and not any(present):
         return Health("waiting", "waiting for the first peers")
-    bare = tuple(stage for stage in empty if not states[stage])
+    bare = tuple(stage for stage in empty if not present[stage])
     if bare:
         has = "has" if len(bare) == 1 else "have"
         every = len(bare) == len(stages)

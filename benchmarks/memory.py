@@ -206,7 +206,7 @@ class Bench:
             "outer momentum": [merge.momentum],
             "start of the round": [merge.progress.start],
             "residual or message": [buffers.message],
-            "send in flight": [send.delta for send in merge.fly.values()],
+            "send in flight": [send.delta for send in merge.in_flight.values()],
         }
 
 

@@ -105,6 +105,7 @@ MAX_REVISIONS_NOTED = 256
 MAX_ADMITTED = 4096  # the DHT takes a manifest of about 600: ids do not compress
 MAX_STAGES = 256
 LONGEST = 8  # exchange_s: the longest exchange
+NO_GROUP_S = 2.5  # after the scheduled time nobody new joins a group
 
 DIGESTS = f"at most {MAX_STAGES} digests of 64 hex digits"
 
@@ -341,6 +342,16 @@ class DeadlineSpec:
     def longest_exchange_s(self) -> float:
         """What no exchange takes longer than, whatever its ranks and its members' codecs."""
         return LONGEST * self.exchange_s
+
+    @property
+    def attempts_s(self) -> float:
+        """What the two attempts of a round, each with its vote, take no longer than."""
+        return 2 * (self.longest_exchange_s + self.vote_s)
+
+    @property
+    def group_s(self) -> float:
+        """For how long after its scheduled time a group is looked for."""
+        return self.matchmaking_s + NO_GROUP_S
 
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)

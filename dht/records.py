@@ -189,6 +189,11 @@ class StageRecord(Record):
         """Whether it has not said that it left."""
         return self.state != "left"
 
+    @property
+    def can_train(self) -> bool:
+        """Whether it is here and has joined: it trains, or would in a replica."""
+        return self.state not in ("left", "joining")
+
 
 def stage_figures() -> dict[str, str]:
     """The shares, from 0 to 1, that training loops tell in a StageRecord, and what they are.

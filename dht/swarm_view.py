@@ -136,10 +136,11 @@ class SwarmView:
         told = self.run_claims.get(witness)
         return cut(told.written, MAX_TEXT) if told is not None else ""
 
-    def says_ended(self, end_tokens: int, witness: str, *, by_peers: bool = True) -> bool:
-        """Whether records of the whole run are held; `by_peers`: also where they alone say so."""
+    def says_ended(self, manifest: Manifest, witness: str, *, by_peers: bool = True) -> bool:
+        """Whether the run has ended, by the operator or because records of all of it are held;
+        `by_peers`: also where they alone say that."""
         believed = by_peers or witness in self.run_claims
-        return believed and self.run_tokens(witness) >= end_tokens
+        return manifest.ended_at(self.run_tokens(witness) if believed else 0)
 
     def shown(self, peer: str) -> str:
         """A peer as people see it, with the name that its record states."""

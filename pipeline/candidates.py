@@ -126,8 +126,7 @@ def unfilled(records: Records, num_stages: int) -> tuple[str, ...]:
     return tuple(
         f"stage {stage} has no peer"
         for stage in range(num_stages)
-        if stage in records
-        and all(record.state in ("left", "joining") for record in records[stage].values())
+        if stage in records and not any(record.can_train for record in records[stage].values())
     )
 
 
@@ -136,7 +135,7 @@ def cannot_be_reached(here: Mapping[str, StageRecord]) -> bool:
 
     Then no two of them can average, and nobody that only dials out finds a neighbour in it.
     """
-    hosts = [record for record in here.values() if record.state not in ("left", "joining")]
+    hosts = [record for record in here.values() if record.can_train]
     return bool(hosts) and all(record.client_mode for record in hosts)
 
 

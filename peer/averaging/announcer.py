@@ -89,7 +89,6 @@ class Cadence:
     """The intervals of one peer. Times are seconds of any clock that does not step back.
 
     Attributes:
-        budget_bytes_per_s: what looks and announcements of this peer may cost on average.
         announce_s: between two regular announcements; see `due`. lifetime_s: that what is announced
             lives.
         look_s: between two looks at one's own stage and the replicas.
@@ -110,7 +109,6 @@ class Cadence:
         budget = haste * (BUDGET_BYTES_PER_S + BUDGET_OF_LARGE * above)
         once_bytes = heard.own_bytes + heard.other_bytes / OTHERS_SHARE  # when all announce once
         announce_s = max(once_bytes / (REGULAR_SHARE * budget), self._heartbeat_s)
-        self.budget_bytes_per_s = budget
         self.announce_s = announce_s = min(announce_s, LONGEST_S)
         self.lifetime_s = LIFETIMES * announce_s
         self.look_s = max(self._heartbeat_s, announce_s / LOOKS)

@@ -91,7 +91,7 @@ from dilocox.peer.chain.chain_client import (
     WantedState,
 )
 from dilocox.peer.chain.record_check import RecordCheck
-from dilocox.peer.chain.store import RECORDS_NEEDED, forget_records
+from dilocox.peer.chain.store import forget_records, log_limits
 from dilocox.peer.memory_and_disk import return_free_memory
 from dilocox.peer.rounds.ballots import Ballot, Ballots
 from dilocox.peer.rounds.exchange import Attempt
@@ -582,9 +582,8 @@ class StageAverager(PeerService, DecentralizedAverager):
         if with_own:  # no attempt of this round starts any more
             self._free_encoders()
             record.take_out(self.local.me, buffers.message, codec)
-        rounds = self.local.manifest.rounds
-        kept = max(rounds.records_kept, RECORDS_NEEDED)
-        self.log.prune(kept, rounds.log_bytes, applied=round_number)
+        # of what size its records are, it looks itself
+        self.log.prune(*log_limits(self.local.manifest.rounds, 0), applied=round_number)
         forget_records(self.local.folder / LOG_FOLDER)
         return_free_memory()
         return Applied(

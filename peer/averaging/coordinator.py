@@ -30,7 +30,7 @@ from dilocox.peer.averaging.announcer import Announcer, replica_record
 from dilocox.peer.averaging.averager import StageAverager
 from dilocox.peer.averaging.connectivity import Connectivity
 from dilocox.peer.averaging.data_lease import PartLease
-from dilocox.peer.averaging.driver import NO_GROUP_S, ExchangeDriver
+from dilocox.peer.averaging.driver import ExchangeDriver
 from dilocox.peer.averaging.events import EventQueue, Failed
 from dilocox.peer.averaging.follower import ChainFollower
 from dilocox.peer.averaging.local_peer import LocalPeer
@@ -164,7 +164,7 @@ class Coordinator(threading.Thread):
         self._rounds = RoundKeeper(
             local.me,
             local.clock,
-            meeting_s=local.manifest.deadlines.matchmaking_s + NO_GROUP_S,
+            meeting_s=local.manifest.deadlines.group_s,
             first=first_round,
         )
         self.proven_heads = ProvenHeads()
@@ -216,7 +216,7 @@ class Coordinator(threading.Thread):
             return True
         if self._local.stage:
             return self._run_ended
-        return self.chain.head.chain_tokens >= self._local.manifest.end_tokens
+        return self._local.manifest.ended_at(self.chain.head.chain_tokens)
 
     @property
     def stopped(self) -> bool:
@@ -276,9 +276,8 @@ class Coordinator(threading.Thread):
     def outcome_limit_s(self) -> float:
         """How long it can take at most until a send is decided."""
         deadlines = self._local.manifest.deadlines
-        attempts_s = 2 * (deadlines.longest_exchange_s + deadlines.vote_s)
-        group_s = deadlines.matchmaking_s + NO_GROUP_S + LATE_GROUP_S
-        return attempts_s + 2 * deadlines.record_lifetime_s + group_s
+        group_s = deadlines.group_s + LATE_GROUP_S
+        return deadlines.attempts_s + 2 * deadlines.record_lifetime_s + group_s
 
     @property
     def end_limit_s(self) -> float:
@@ -497,9 +496,9 @@ class Coordinator(threading.Thread):
                 view.stages, free=free, turn=turn, unsent=unsent, fresh=fresh
             )
             self.moves_with_progress = unsent
-        end, witness = self._local.manifest.end_tokens, self._local.witness
+        manifest, witness = self._local.manifest, self._local.witness
         # before anybody is known a crowd would end what has not begun
-        self._run_ended = said.says_ended(end, witness, by_peers=anybody_known(newest))
+        self._run_ended = said.says_ended(manifest, witness, by_peers=anybody_known(newest))
         return True
 
     @property

@@ -25,6 +25,7 @@ from hivemind.averaging.allreduce import AllreduceException
 from hivemind.averaging.matchmaking import MatchmakingException
 
 from dilocox.dht.errors import DilocoxError
+from dilocox.dht.manifest_sections import NO_GROUP_S
 from dilocox.dht.names import shown_peer
 from dilocox.dht.records import MAX_DECLARATION_LIFETIME_S
 from dilocox.dht.swarm_view import SwarmView
@@ -54,7 +55,6 @@ from dilocox.peer.rounds.vote_count import AloneWatch, Verdict
 
 logger = logging.getLogger(__name__)
 
-NO_GROUP_S = 2.5  # after the scheduled time nobody new joins a group
 LOOKED_AHEAD = 3  # searches of the DHT that a group may take to find itself, beside its least time
 LONGEST_LEAD_S = 30.0
 # No node keeps the word of a peer that looks for a group longer ahead of the group's time: where an
@@ -156,7 +156,7 @@ class ExchangeDriver:
         if job is None or job.undecided or self._chain.head.round >= job.round - 1:
             return False
         late_s = self._clock.time() - job.scheduled_at
-        looks = -LONGEST_LEAD_S < late_s < NO_GROUP_S + self._deadlines.matchmaking_s
+        looks = -LONGEST_LEAD_S < late_s < self._deadlines.group_s
         return looks and not self._chain.busy
 
     def rivals(self, view: SwarmView) -> frozenset[str]:
@@ -306,7 +306,7 @@ class ExchangeDriver:
                 )
             return
         # others may be as late: while they look for each other, this one can be among them
-        if not alone and late > NO_GROUP_S + self._deadlines.matchmaking_s:
+        if not alone and late > self._deadlines.group_s:
             self._void(job, GROUP_OVER)
             return
         dial_out = {peer for peer, record in view.stage.items() if record.client_mode}
@@ -339,8 +339,8 @@ class ExchangeDriver:
         # of two halves that a cut parted neither is to follow its own side alone
         leaders = proven - doubtful if 2 * len(doubtful) < len(proven) else proven
         expected = set(counted) - set(job.blamed)
-        matchmaking_s = max(0.0, job.scheduled_at - self._clock.time()) + NO_GROUP_S
-        matchmaking_s = max(matchmaking_s, deadlines.matchmaking_s + NO_GROUP_S)
+        due_s = job.scheduled_at - self._clock.time()
+        matchmaking_s = max(due_s + NO_GROUP_S, deadlines.group_s)
         order = ExchangeOrder(
             plan=plan,
             scheduled_at=job.scheduled_at,
@@ -373,8 +373,7 @@ class ExchangeDriver:
             job.future = self._averager.exchange(order)
         except (TimeoutError, FutureTimeout) as error:
             raise AveragerStuck(f"round {job.round}: the averaging process is stuck") from error
-        limit_s = matchmaking_s + LATE_GROUP_S + SLACK_S
-        limit_s += 2 * (deadlines.longest_exchange_s + deadlines.vote_s)
+        limit_s = matchmaking_s + LATE_GROUP_S + SLACK_S + deadlines.attempts_s
         job.limit = self._clock.monotonic() + limit_s
         job.looks_until = self._clock.monotonic() + matchmaking_s
 

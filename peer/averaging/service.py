@@ -239,8 +239,7 @@ class PeerService(StageServicer):
         with self.counting_refusals():
             group = facts_of(request).get("group")
         peer = str(context.remote_id)
-        deadlines = self.local.manifest.deadlines
-        end = time.monotonic() + 2 * (deadlines.longest_exchange_s + deadlines.vote_s)
+        end = time.monotonic() + self.local.manifest.deadlines.attempts_s
         forms_until, is_member = time.monotonic() + LATE_GROUP_S, False
         while time.monotonic() < end:
             attempt = self.attempts.get(group) if isinstance(group, bytes) else None

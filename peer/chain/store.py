@@ -34,6 +34,7 @@ from dilocox.compression.stage_codec import StageCodec
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.files import known_files, make_folder, sync, write_atomically
 from dilocox.dht.manifest import Manifest
+from dilocox.dht.manifest_sections import RoundSpec
 from dilocox.peer.chain.record_check import flaws_after
 from dilocox.peer.chain.snapshot_files import STATE_FACTS_FILE, STATE_FILE, newest
 from dilocox.peer.rounds.ballots import check_certificate
@@ -51,6 +52,13 @@ logger = logging.getLogger(__name__)
 
 HEADER_BYTES = MAX_HEADER_BYTES + 8
 RECORDS_NEEDED = 4  # a peer that takes our state needs the record it stands on, and those since
+
+
+def log_limits(rounds: RoundSpec, record_bytes: int) -> tuple[int, int]:
+    """How many of its newest records, each of so many bytes, a peer keeps at most, and how many
+    bytes of them: see `Store.prune`."""
+    least_bytes = RECORDS_NEEDED * record_bytes
+    return max(rounds.records_kept, RECORDS_NEEDED), max(rounds.log_bytes, least_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -287,21 +287,20 @@ def _bootstrap_check(address: str, why: str | None, others: bool) -> Check:
     return Check("bootstrap", "failed", f"{where}: {why}", remedy)
 
 
-def run_check(manifest: Manifest, values: int, trained: float) -> Check:
+def run_check(manifest: Manifest, values: int, trained: int) -> Check:
     """What the invite leads to.
 
-    values: parameters of the whole model. trained: the share of the run's tokens that is in round
-    records.
+    values: parameters of the whole model. trained: so many of the run's tokens are in records.
     """
     model = manifest.model["model_type"]
     text = f"{manifest.name}: {counted(manifest.stages, 'stage')}, {model}, {_millions(values)}"
-    if manifest.operation.state == "ended" or trained >= 1:
+    if manifest.ended_at(trained):
         remedy = "ask the operator for the invite of another run"
         return Check("run", "failed", f"{text}; it has ended", remedy)
     if manifest.operation.state == "paused":
         remedy = "no need to do anything: a peer waits until the operator resumes it"
         return Check("run", "warning", f"{text}; its operator has paused it", remedy)
-    return Check("run", "ok", f"{text}, {100 * trained:.0f} % done")
+    return Check("run", "ok", f"{text}, {100 * trained / manifest.end_tokens:.0f} % done")
 
 
 def version_check(own: str, protocol: int, others: Mapping[str, int]) -> Check:

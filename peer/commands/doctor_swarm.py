@@ -70,13 +70,13 @@ class SwarmFacts:
         }
 
     @property
-    def trained(self) -> float:
-        """The share of the run's tokens that is in records, as peers take it to be."""
+    def trained(self) -> int:
+        """How many of the run's tokens are in records, as peers take it to be."""
         manifest = self._joined.manifest
         claims = self._joined.swarm.read(claim_key(self._joined.run, 0), ClaimRecord) or {}
         counting = that_count(claims, manifest)
         view = SwarmView(me=self._own_id, stages=self.records, run_claims=counting)
-        return view.run_tokens(self._joined.witness) / manifest.end_tokens
+        return view.run_tokens(self._joined.witness)
 
     @property
     def peers(self) -> dict[int, int]:

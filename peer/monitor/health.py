@@ -69,11 +69,10 @@ def health_of(look: SwarmLook, history: SwarmHistory) -> Health:
 
 
 def _state_of(look: SwarmLook, history: SwarmHistory) -> Health:
-    state = look.manifest.operation.state
     view = SwarmView(me="", stages=look.stages, run_claims=look.claims.get(0, {}))
-    if state == "ended" or view.says_ended(look.manifest.end_tokens, look.witness):
+    if view.says_ended(look.manifest, look.witness):
         return Health("ended", "ended")
-    if state == "paused":
+    if look.manifest.operation.state == "paused":
         health = Health("paused", "paused")
     elif look.reachable:
         health = _without_hosts(look, history) or _moving(look, history)
@@ -86,15 +85,15 @@ def _state_of(look: SwarmLook, history: SwarmHistory) -> Health:
 def _without_hosts(look: SwarmLook, history: SwarmHistory) -> Health | None:
     """What is said where a stage has no peer that could train."""
     stages = range(len(history.stages))
-    states = [{record.state for record in look.present(stage).values()} for stage in stages]
-    empty = tuple(stage for stage in stages if states[stage] <= {"joining"})
+    present = [look.present(stage) for stage in stages]
+    empty = tuple(n for n in stages if not any(each.can_train for each in present[n].values()))
     if not empty:
         return None
     claims = (claim for stage in stages for claim in look.claims.get(stage, {}).values())
     begun = any(each.rounds for each in history.stages) or any(each.round >= 0 for each in claims)
-    if not begun and not any(states):
+    if not begun and not any(present):
         return Health("waiting", "waiting for the first peers")
-    bare = tuple(stage for stage in empty if not states[stage])
+    bare = tuple(stage for stage in empty if not present[stage])
     if bare:
         has = "has" if len(bare) == 1 else "have"
         every = len(bare) == len(stages)
@@ -105,6 +104,7 @@ def _without_hosts(look: SwarmLook, history: SwarmHistory) -> Health | None:
 
 def _moving(look: SwarmLook, history: SwarmHistory) -> Health:
     deadlines = look.manifest.deadlines
+    # as planned: an attempt that grows to the longest exchange, eight times that, is worth a look
     patience_s = deadlines.matchmaking_s + 2 * (deadlines.exchange_s + deadlines.vote_s)
     limit_s = max(STALL_AT_LEAST_S, STALL_ROUNDS * _round_s(look, history) + patience_s)
     watched_since = history.watched_since

@@ -148,7 +148,7 @@ class Assembly:
             watch=ManifestWatch(local.swarm, local.run, manifest, newer_manifest),
             applied=merge.round,
             anchor_sha256=anchor_sha256(merge.anchor),
-            sent={number: send.tokens for number, send in merge.fly.items()},
+            sent={number: send.tokens for number, send in merge.in_flight.items()},
             unsettled=lambda: merge.unsettled,
             lease=self._lease(),
             mover=Mover(me=local.me, stage=stage, num_stages=manifest.stages, fits=self._fits)
@@ -338,7 +338,7 @@ class Assembly:
             reservation=self._reservation,
             tell=self._tell,
             # two attempts, and what comes before and between them
-            longest_wait_s=3 * (deadlines.longest_exchange_s + deadlines.vote_s) * waits,
+            longest_wait_s=1.5 * deadlines.attempts_s * waits,
         )
         return Serving(
             learner=learner,

@@ -20,7 +20,7 @@ from dilocox.dht.manifest import DataSpec, Manifest
 from dilocox.dht.manifest_sections import LONGEST, format_of
 from dilocox.peer.averaging.averager import StageBuffers
 from dilocox.peer.chain.snapshot_files import DAMAGED, earlier_than_newest
-from dilocox.peer.chain.store import RECORDS_NEEDED
+from dilocox.peer.chain.store import log_limits
 from dilocox.peer.memory_and_disk import (
     Check,
     DiskNeeds,
@@ -233,9 +233,8 @@ class StageNeeds:
     @property
     def disk_bytes(self) -> int:
         """Snapshots and log."""
-        rounds = self.manifest.rounds
-        log_bytes = max(rounds.log_bytes, RECORDS_NEEDED * self.record_bytes)
-        kept_bytes = min(max(rounds.records_kept, RECORDS_NEEDED) * self.record_bytes, log_bytes)
+        count, log_bytes = log_limits(self.manifest.rounds, self.record_bytes)
+        kept_bytes = min(count * self.record_bytes, log_bytes)
         return SNAPSHOTS_AT_ONCE * self.snapshot_bytes + kept_bytes
 
     @cached_property

@@ -18,7 +18,7 @@ from dilocox.peer.chain.archive import RECORDS_AFTER_STATE
 from dilocox.peer.chain.archive_keeper import STAGES_AT_ONCE
 from dilocox.peer.chain.record_check import STATE_BYTES
 from dilocox.peer.chain.replay import replay_bytes
-from dilocox.peer.chain.store import RECORDS_NEEDED
+from dilocox.peer.chain.store import log_limits
 from dilocox.peer.memory_and_disk import PROCESSES_BYTES, size
 from dilocox.peer.os_process import wide_console
 from dilocox.peer.process.prepare import StageNeeds, stage_kinds
@@ -88,7 +88,7 @@ def bootstrap_needs(manifest: Manifest) -> tuple[int, int]:
         needs = kinds[0 if stage == 0 else -1 if stage == manifest.stages - 1 else 1]
         record, state = needs.record_bytes, STATE_BYTES * needs.values
         since = min(most * record, max(least * record, state)) + record
-        older = max(manifest.rounds.log_bytes, RECORDS_NEEDED * record)
+        _, older = log_limits(manifest.rounds, record)
         disk += states * state + 2 * since + older
         checked = STAGES_AT_ONCE * CHECKED_RECORDS * record
         replayed = replay_bytes(needs.values, record, from_seed=from_seed)

@@ -29,6 +29,7 @@ from dilocox.peer.rounds.vote_count import (
     Verdict,
     Vote,
     choices,
+    commits,
     decide,
     exclusion,
 )
@@ -322,7 +323,7 @@ def _check_certificate(record: RoundRecord, digest: str, data: bytes) -> None:
         raise VoteRefused("a certificate holds a vote for another record")
     if not set(voters) <= ballot.voters:
         raise VoteRefused("a certificate holds a vote that does not count")
-    if 2 * len(voters) <= len(ballot.voters):
+    if not commits(len(voters), ballot.voters):
         raise VoteRefused(f"{len(voters)} votes of {len(ballot.voters)} that count")
     for signed in votes:
         ballot.check(signed)

@@ -59,11 +59,16 @@ def decide(voters: Collection[str], votes: Iterable[Vote]) -> Decision:
     """
     chosen = choices(voters, votes)
     for digest, count in Counter(chosen.values()).items():
-        if digest is not None and 2 * count > len(voters):
+        if digest is not None and commits(count, voters):
             return Decision(verdict=Verdict.COMMITTED, digest=digest)
     if 2 * sum(digest is None for digest in chosen.values()) >= len(voters):
         return Decision(verdict=Verdict.VOID)
     return Decision(verdict=Verdict.UNDECIDED)
+
+
+def commits(votes: int, voters: Collection[str]) -> bool:
+    """Whether so many votes of these voters for one record commit it: more than half."""
+    return 2 * votes > len(voters)
 
 
 def choices(voters: Collection[str], votes: Iterable[Vote]) -> dict[str, str | None]:

@@ -29,7 +29,7 @@ from dilocox.peer.averaging.averager import AveragerStuck, StageBuffers
 from dilocox.peer.averaging.coordinator import ChildDied, Coordinator
 from dilocox.peer.averaging.events import Committed, Event, Failed, Resynced, Voided
 from dilocox.peer.averaging.loop_status import LoopStatus
-from dilocox.peer.chain.store import RECORDS_NEEDED
+from dilocox.peer.chain.store import log_limits
 from dilocox.peer.rounds.record import RoundRecord, SendFacts, stage_codec
 from dilocox.peer.training.inner_optimizer import InnerOptimizer
 from dilocox.peer.training.merge import Merge, Outcome, RecordFacts, Remainder
@@ -150,7 +150,7 @@ class Learner:
                 self.take_events(wait_s=POLL_S)
                 self.snapshot_if_due()
                 self.publish()
-                if self._coordinator.revised and not self._merge.fly:
+                if self._coordinator.revised and not self._merge.in_flight:
                     raise self._coordinator.cannot_follow or Revised()
         self._meter.start()
 
@@ -180,7 +180,7 @@ class Learner:
         if self._coordinator.revised:
             if due is not None and not self._takes_at_once:
                 self._catch_up()
-            if not self._merge.fly:
+            if not self._merge.in_flight:
                 raise self._coordinator.cannot_follow or Revised()
         if due is not None:
             self._end_round(*due)
@@ -203,7 +203,7 @@ class Learner:
         """The run's tokens as this peer knows them: the chain's, its own that no record holds, and
         as many as the other replicas should have trained on since the chain's newest record.
         """
-        in_flight = sum(send.tokens for send in self._merge.fly.values())
+        in_flight = sum(send.tokens for send in self._merge.in_flight.values())
         others = int(self._coordinator.others_pace * self._tokens_since)
         return self._chain_tokens + in_flight + self._merge.tokens + others
 
@@ -232,14 +232,14 @@ class Learner:
     @property
     def unsent(self) -> bool:
         """Whether this peer learnt something that no record holds yet."""
-        return self._merge.tokens > 0 or bool(self._merge.fly)
+        return self._merge.tokens > 0 or bool(self._merge.in_flight)
 
     @property
     def may_move(self) -> bool:
         """Whether this peer may leave its stage for `move_to`: with nothing unsent, or where that
         stage has nobody with no send under way.
         """
-        stays = self._merge.fly if self._coordinator.moves_with_progress else self.unsent
+        stays = self._merge.in_flight if self._coordinator.moves_with_progress else self.unsent
         return not stays
 
     def leave(self, *, ended: bool, limit_s: float = LEAVE_LIMIT_S) -> None:
@@ -380,7 +380,7 @@ class Learner:
 
     def _wait_for_outcome(self, limit_s: float, stop: threading.Event) -> None:
         end = time.monotonic() + limit_s
-        while self._merge.fly and time.monotonic() < end and not stop.is_set():
+        while self._merge.in_flight and time.monotonic() < end and not stop.is_set():
             self.take_events(wait_s=POLL_S)
             self.publish()
 
@@ -409,7 +409,7 @@ class Learner:
             case Committed():
                 self._commit(event)
             case Voided():
-                if event.round in self._merge.fly:
+                if event.round in self._merge.in_flight:
                     self._merge.void(event.round, certain=event.certain)
                     self._meter.reporter.void(event.round, event.reason)
             case Resynced():
@@ -429,9 +429,9 @@ class Learner:
         )
         self._lease.give_back()
         # without a send for it this peer had trained on nothing, or is a round behind
-        self._tokens_since = self._merge.tokens if record.round in self._merge.fly else 0
+        self._tokens_since = self._merge.tokens if record.round in self._merge.in_flight else 0
         buffers, own, error = self._model.buffers, None, None
-        if facts.contributor and record.round in self._merge.fly:
+        if facts.contributor and record.round in self._merge.in_flight:
             if event.remainder:
                 own = Remainder(buffers.message, record.left_out(self._me, self._codec))
                 error = self._error_of(record.round, own)
@@ -457,11 +457,10 @@ class Learner:
         if record.round < self._coordinator.newest_round:
             return  # it catches up: one snapshot after the last of them, not after every third
         self._was_at = -1
-        rounds = self._manifest.rounds
         # a peer that only follows has a log that is pruned all the same
         unsaved = [size for number, size in self._unsaved.items() if number > self._snapshots.round]
-        kept_bytes = max(rounds.log_bytes, RECORDS_NEEDED * event.payload_bytes)
-        used = max(len(unsaved) / rounds.records_kept, sum(unsaved) / max(1, kept_bytes))
+        count, kept_bytes = log_limits(self._manifest.rounds, event.payload_bytes)
+        used = max(len(unsaved) / count, sum(unsaved) / max(1, kept_bytes))
         if used >= SAVE_AT and not self._snapshots.refused:
             try:
                 self._save()
@@ -539,7 +538,7 @@ class Learner:
         if coordinator.heard_val_loss is not None:
             self._meter.heard(*coordinator.heard_val_loss)
         # what is in flight counts too: a peer that only waits for its record must be reckoned with
-        in_flight = sum(send.tokens for send in merge.fly.values())
+        in_flight = sum(send.tokens for send in merge.in_flight.values())
         self.status = self._meter.read(
             self.status,
             started_over=self._started_over,
@@ -547,7 +546,7 @@ class Learner:
             round=coordinator.round,
             inner_steps=coordinator.inner_steps,
             applied_round=merge.round,
-            in_flight=next(iter(merge.fly), None),
+            in_flight=next(iter(merge.in_flight), None),
             unsent_tokens=max(0, merge.tokens) + in_flight,
             lost_tokens=merge.lost_tokens,
         )

@@ -230,7 +230,7 @@ class Merge:
         self.config = config
         self.progress = Progress(live, torch.empty_like(anchor))
         self.residual = Residual(torch.empty_like(anchor) if message is None else message)
-        self.fly: dict[int, Send] = {}
+        self.in_flight: dict[int, Send] = {}
         self.tokens: int = 0  # behind the unsent progress
         self.age: int = 0  # records applied since nothing was unsent, or it was sent
         self.trained_tokens: int = 0
@@ -246,7 +246,7 @@ class Merge:
         """Tokens that no record will hold, as far as is known: one that names a send which was
         given up takes its tokens back. A record that holds a send twice counts with a minus.
         """
-        in_flight = sum(send.tokens for send in self.fly.values())
+        in_flight = sum(send.tokens for send in self.in_flight.values())
         return self.trained_tokens - self.counted_tokens - self.tokens - in_flight
 
     def reset_to_anchor(self) -> None:
@@ -255,7 +255,7 @@ class Merge:
         """
         self.progress.stand_on(self.anchor)
         self.residual.clear()
-        for send in self.fly.values():
+        for send in self.in_flight.values():
             send.dropped = True
         self._nothing_doubled()
         self._nothing_unsent()
@@ -267,8 +267,8 @@ class Merge:
         sent: their tokens, by round. trained_tokens: as of the last of them.
         """
         self.trained_tokens = max(self.trained_tokens, trained_tokens)
-        given_up = {number: send.tokens for number, send in self.fly.items()}
-        self.fly.clear()
+        given_up = {number: send.tokens for number, send in self.in_flight.items()}
+        self.in_flight.clear()
         self.reset_to_anchor()
         self._give_up(given_up | dict(sent), clean=True)
 
@@ -283,7 +283,8 @@ class Merge:
         }
         if not self.residual.empty:
             tensors["residual"] = self.residual.values
-        for number, send in self.fly.items():
+        # "fly": as snapshots of earlier versions have it
+        for number, send in self.in_flight.items():
             if not send.dropped:
                 tensors[f"fly.{number}.delta"] = send.delta
                 tensors[f"fly.{number}.message"] = send.message
@@ -296,7 +297,7 @@ class Merge:
             "trained": self.trained_tokens,
             "counted_tokens": self.counted_tokens,
             "unsent": self._unsent,
-            "fly": [[number, send.tokens, send.dropped] for number, send in self.fly.items()],
+            "fly": [[number, send.tokens, send.dropped] for number, send in self.in_flight.items()],
             "counted": [[number, tokens] for number, tokens in self._counted.items()],
             "given_up": [[n, send.tokens, send.clean] for n, send in self._given_up.items()],
         }
@@ -335,7 +336,7 @@ class Merge:
                 continue
             delta, sent = (tensors[f"fly.{number}.{name}"] for name in ("delta", "message"))
             self.progress.check(delta, sent)
-            self.fly[number] = Send(delta.clone(), self.residual.take_again(sent), tokens)
+            self.in_flight[number] = Send(delta.clone(), self.residual.take_again(sent), tokens)
         self._counted = {number: tokens for number, tokens in facts["counted"]}  # noqa: C416
         self._unsent = facts["unsent"]
         self.age, self.residual.age = facts["age"], facts["residual_age"]
@@ -381,7 +382,7 @@ class Merge:
     @property
     def can_send(self) -> bool:
         """Whether there are tokens to send and no send is in flight."""
-        return not self.fly and self.tokens > 0
+        return not self.in_flight and self.tokens > 0
 
     def send(self, round_number: int) -> Send:
         """Take all unsent progress as the send of a round; it is in flight until it is decided.
@@ -392,11 +393,11 @@ class Merge:
         if not self.can_send or round_number <= self.round:
             raise ValueError(
                 f"no send for round {round_number}: {self.tokens} tokens unsent, in flight "
-                f"{list(self.fly)}, last record {self.round}; ask can_send first"
+                f"{list(self.in_flight)}, last record {self.round}; ask can_send first"
             )
         delta = self.progress.take()
         send = Send(delta, self.residual.take(delta), self.tokens)
-        self.fly[round_number] = send
+        self.in_flight[round_number] = send
         self._nothing_unsent()
         return send
 
@@ -404,11 +405,11 @@ class Merge:
     def unsettled(self) -> tuple[int, ...]:
         """The rounds of sends whose record may still come; any thread may ask."""
         oldest = self.round - self.config.max_age
-        return *tuple(self.fly), *(n for n in self._doubled() if n > oldest)
+        return *tuple(self.in_flight), *(n for n in self._doubled() if n > oldest)
 
     def tokens_of(self, round_number: int) -> int | None:
         """Of the send of a round, also of one that was given up; None where nothing is known."""
-        send = self.fly.get(round_number) or self._given_up.get(round_number)
+        send = self.in_flight.get(round_number) or self._given_up.get(round_number)
         return None if send is None else send.tokens
 
     # ---- what became of it ----------------------------------------------------------------------
@@ -436,17 +437,17 @@ class Merge:
                 f"record {record.round} follows {record.previous[:12]}, but the last one applied "
                 f"is {self.digest[:12]} of round {self.round}"
             )
-        if record.contributor and own is None and record.round in self.fly:
+        if record.contributor and own is None and record.round in self.in_flight:
             raise ValueError(f"record {record.round} names this peer: pass what it left unsent")
         self.progress.check(anchor, momentum, *([own.values] if own else []))
-        for number in [number for number in self.fly if number < record.round]:
+        for number in [number for number in self.in_flight if number < record.round]:
             self.void(number)
         outcome = Outcome.FOLLOWED
         number = record.round
-        newer = number in self.fly or number in self._given_up
+        newer = number in self.in_flight or number in self._given_up
         if record.contributor and (newer or number not in self._counted):
             outcome = self._count(number, own)
-        elif number in self.fly:
+        elif number in self.in_flight:
             self.void(number)
             outcome = Outcome.UNDONE
         self._adopt(record.round, record.digest, anchor, momentum)
@@ -459,7 +460,7 @@ class Merge:
         `certain`: no record can ever name it, because half of its group signed aborts or no byte
         of it left this peer.
         """
-        send = self.fly.pop(round_number)
+        send = self.in_flight.pop(round_number)
         if send.dropped:
             self._give_up({round_number: send.tokens}, clean=True)
             return
@@ -474,7 +475,7 @@ class Merge:
         """Give up the unsent progress; its tokens are lost. The live weights stay."""
         self.progress.start.copy_(self.progress.live)
         self._nothing_unsent()
-        if not self.fly:
+        if not self.in_flight:
             self._nothing_doubled()
 
     def discard_unsent(self) -> None:
@@ -513,15 +514,16 @@ class Merge:
             self.counted_tokens -= self._counted.pop(number)
         outcome, doubled = Outcome.FOLLOWED, not self._doubled().isdisjoint(untold)
         for number in untold:
-            send = self.fly.pop(number, None)
+            send = self.in_flight.pop(number, None)
             if send is not None:
                 self._give_up({number: send.tokens}, clean=True)
-        for number in [number for number in self.fly if number not in named]:
+        for number in [number for number in self.in_flight if number not in named]:
             # no record up to the new state's can name it: all of those are told
             self.void(number, certain=since < number <= round_number)
             outcome = Outcome.UNDONE
+        new = set(named) - self._counted.keys()
         # those in flight first: they may hold what another one held
-        for number in sorted(set(named) - self._counted.keys(), key=lambda n: n not in self.fly):
+        for number in sorted(new, key=lambda n: n not in self.in_flight):
             counted = self._count(number, None)
             if outcome is not Outcome.RESET:
                 outcome = counted
@@ -533,7 +535,7 @@ class Merge:
     # ---- steps of the above ---------------------------------------------------------------------
     def _count(self, number: int, own: Remainder | None) -> Outcome:
         """A record names this peer for its send of this round."""
-        send, given_up = self.fly.pop(number, None), self._given_up.pop(number, None)
+        send, given_up = self.in_flight.pop(number, None), self._given_up.pop(number, None)
         if send is not None:
             if own is not None and not send.dropped:
                 self.residual.settle(own, self.config.decay)
@@ -559,9 +561,9 @@ class Merge:
         if self.age >= self.config.max_age:
             self.drop()
         self.residual.age += records if outcome is not Outcome.COUNTED else 0
-        if not self.fly and self.residual.age >= self.config.max_age:
+        if not self.in_flight and self.residual.age >= self.config.max_age:
             self.residual.clear()  # it is older than what is dropped of the progress
         self.progress.rebase(self.anchor, self._in_flight(), self.config.weight)
 
     def _in_flight(self) -> list[Tensor]:
-        return [send.delta for send in self.fly.values() if not send.dropped]
+        return [send.delta for send in self.in_flight.values() if not send.dropped]

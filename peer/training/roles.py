@@ -420,8 +420,7 @@ class Serving:
         without a record of this peer, which is here, it does not show others either.
         """
         view = self._coordinator.view
-        own = (here[view.me].state for here in view.stages.values() if view.me in here)
-        if all(state in ("left", "joining") for state in own):
+        if not any(here[view.me].can_train for here in view.stages.values() if view.me in here):
             return self._learner.status.blocked
         return "; ".join(unfilled(view.stages, self._member.num_stages))
 

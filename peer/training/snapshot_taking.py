@@ -129,7 +129,7 @@ class Snapshots:
         now = time.monotonic()
         if self._writing is None:
             # a send in flight is two more vectors, and its outcome would cut the snapshot off
-            if now < self._due_at or (merge.fly and now < self._due_at + self._period_s):
+            if now < self._due_at or (merge.in_flight and now < self._due_at + self._period_s):
                 return False
             snapshot = self._snapshot_of(merge, optimizer, data())
             # tried all the same it would take the last byte from journal and records, too

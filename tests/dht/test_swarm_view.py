@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from dilocox.dht.manifest import Manifest
 from dilocox.dht.records import ClaimRecord
 from dilocox.dht.swarm_view import SwarmView, believed_first, newest_round
 from tests.pipeline.swarms import stage_record
@@ -62,19 +63,21 @@ def test_the_best_claim_is_the_chain_with_the_most_tokens_behind_it() -> None:
     ],
 )
 def test_the_run_has_ended_when_most_peers_of_stage_0_hold_all_its_records(
-    tokens: list[int], ended: bool
+    manifest: Manifest, tokens: list[int], ended: bool
 ) -> None:
     claims = {f"p{number}": claim(9, "d", each) for number, each in enumerate(tokens)}
-    assert SwarmView(me="me", run_claims=claims).says_ended(1000, "") is ended
+    assert SwarmView(me="me", run_claims=claims).says_ended(manifest, "") is ended
     # a stage's own chain says nothing of the run
-    assert not SwarmView(me="me", claims=claims).says_ended(1000, "")
+    assert not SwarmView(me="me", claims=claims).says_ended(manifest, "")
 
 
-def test_where_peers_are_not_believed_the_witness_ends_a_run_and_they_do_not() -> None:
+def test_where_peers_are_not_believed_the_witness_ends_a_run_and_they_do_not(
+    manifest: Manifest,
+) -> None:
     claims = {"peer": claim(9, "d", 1000)}
     view = SwarmView(me="me", run_claims=claims)
-    assert not view.says_ended(1000, "witness", by_peers=False)
-    assert view.says_ended(1000, "peer", by_peers=False)
+    assert not view.says_ended(manifest, "witness", by_peers=False)
+    assert view.says_ended(manifest, "peer", by_peers=False)
 
 
 def test_what_the_model_writes_counts_from_the_witness_alone() -> None:

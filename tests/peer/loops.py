@@ -238,7 +238,7 @@ class Loop:
 
     def own_record(self) -> None:
         """The record of the send in flight comes."""
-        ((number, sent),) = self.model.merge.fly.items()
+        ((number, sent),) = self.model.merge.in_flight.items()
         self.fake.events.put(self.committed(number, sent.message, mine=True))
 
     def committed(self, number: int, average: Tensor | float, *, mine: bool = False) -> Committed:

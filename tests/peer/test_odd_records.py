@@ -109,7 +109,7 @@ def readers(identities: list[Identity], tmp_path: Path) -> Any:
                     undecided=False,
                 )
                 assert keeper.round <= 3 + MAX_AHEAD
-            view.says_ended(2**60, "boot0")
+            view.says_ended(swarm.manifest, "boot0")
             view.run_tokens("")
             choose_stage(swarm.stages, me="new", num_stages=STAGES)
             next_move(swarm.stages, num_stages=STAGES, turn=7)

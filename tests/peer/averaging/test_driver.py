@@ -562,7 +562,7 @@ def test_an_averaging_process_that_never_answers_is_given_up(world: World) -> No
 
 
 def test_an_attempt_whose_leader_told_late_of_the_group_has_all_its_time(world: World) -> None:
-    attempts_s = 2 * (world.deadlines.longest_exchange_s + world.deadlines.vote_s)
+    attempts_s = world.deadlines.attempts_s
     world.tick_for(world.orders[0].matchmaking_limit_s + LATE_GROUP_S + attempts_s)
     assert world.driver.sent_round == 0
 

@@ -95,7 +95,7 @@ OK = [
     ),
     (bootstrap_checks({FIRST: None})[0], "203.0.113.7 port 31337 accepts connections"),
     (bootstrap_checks({FIRST: "refused", SECOND: None})[1], "run.example port 443 accepts"),
-    (run_check(RUN, 1_200_000_000, 0.25), "words: 3 stages, llama, 1.2 billion parameters, 25 %"),
+    (run_check(RUN, 1_200_000_000, 250), "words: 3 stages, llama, 1.2 billion parameters, 25 %"),
     (run_check(replace(RUN, stages=1), 12_340_000, 0), "1 stage, llama, 12.3 million parameters"),
     (version_check("0.2.0", 2, {}), "0.2.0 with protocol 2, as the run"),
     (version_check("0.2.0", 2, {"0.2.0": 3}), "as the run and its peers"),
@@ -142,7 +142,7 @@ WARNINGS = [
     (memory(2 * GB, None, [3 * GB, GB]), "of 2 stages 1 fits", "host stage 1 with `--stage 1`"),
     (memory(GB, 4e9, [3 * GB]), "1.0 GB free, 3.0 GB needed", "close other programs"),
     (bootstrap_checks({FIRST: "refused", SECOND: None})[0], "refused", "tell the operator"),
-    (run_check(in_state(RUN, "paused"), 0, 0.5), "its operator has paused it", "no need"),
+    (run_check(in_state(RUN, "paused"), 0, 500), "its operator has paused it", "no need"),
     (
         version_check("0.1.0", 2, {"0.2.0": 3, "0.1.0": 1}),
         "3 of 0.2.0, 1 of 0.1.0",
@@ -181,8 +181,8 @@ FAILURES = [
     (memory(8 * GB, 1.5e9, [2 * GB]), "allowed by --memory-limit", "raise --memory-limit"),
     (device_check("cuda:3", DeviceFacts(fault="no such")), "cuda:3: no such", "choose cpu or auto"),
     (admission_check("12D3", NotAdmitted("not among them: ask")), "not among them", "ask"),
-    (run_check(RUN, 0, 1.0), "it has ended", "another run"),
-    (run_check(in_state(RUN, "ended"), 0, 0.5), "it has ended", "another run"),
+    (run_check(RUN, 0, 1000), "it has ended", "another run"),
+    (run_check(in_state(RUN, "ended"), 0, 500), "it has ended", "another run"),
     (port_check("metrics", "0.0.0.0", 7, TAKEN, own_peer=False), "in use", "choose another one"),
     (bandwidth_check(replace(LINK, up=0.5e6)), "take 120 s, it may take 60 s", "--max-upload"),
     *(
@@ -290,7 +290,7 @@ def share_trained(
     hosted = {stage_key(fabricated.RUN, 0): {host: stage_record() for host in hosts}}
     place.swarm.read_many = lambda keys, _: {key: hosted.get(key, {}) for key in keys}
     invite: Any = type("Invite", (), {"peer_ids": ()})
-    return SwarmFacts(place, invite, "").trained
+    return SwarmFacts(place, invite, "").trained / manifest.end_tokens
 
 
 def test_a_strangers_claim_ends_no_run() -> None:

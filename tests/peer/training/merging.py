@@ -48,7 +48,7 @@ class Peer:
             previous=self.merge.digest,
             contributor=mine is not None,
         )
-        send, own = self.merge.fly.get(round_number), None
+        send, own = self.merge.in_flight.get(round_number), None
         if send is not None and mine is not None:
             own = Remainder(send.message - mine)
         return self.merge.commit(facts, anchor, momentum, own)

@@ -111,7 +111,7 @@ class World:
             events["record of a send that was given up"] = lambda draw: self.record(
                 given_up[draw[0] % len(given_up)], draw, mine=True
             )
-        for number in merge.fly:
+        for number in merge.in_flight:
             events |= {
                 "commit": lambda draw, n=number: self.record(n, draw, mine=True),
                 "commit, a part left out": lambda draw, n=number: self.record(
@@ -159,7 +159,7 @@ class World:
         self.trained_then = self.merge.trained_tokens
 
     def void(self, number: int) -> None:
-        rounds = self.given_up if self.merge.fly[number].dropped else self.undone
+        rounds = self.given_up if self.merge.in_flight[number].dropped else self.undone
         self.merge.void(number)
         rounds.add(number)
 
@@ -178,9 +178,9 @@ class World:
 
     def tell(self, record: ToldRecord) -> None:
         number, merge = record.facts.round, self.merge
-        tokens, send = merge.tokens_of(number), merge.fly.get(number)
+        tokens, send = merge.tokens_of(number), merge.in_flight.get(number)
         last_closed = number - 1 if record.facts.contributor else number
-        closed = {n: send.dropped for n, send in merge.fly.items() if n <= last_closed}
+        closed = {n: send.dropped for n, send in merge.in_flight.items() if n <= last_closed}
         own = None
         if send is not None and record.own is not None:
             own = Remainder(send.message - record.own, record.left_out)
@@ -264,9 +264,9 @@ class World:
         """Killed when sends were in the journal and not in the snapshot; records may name them."""
         trained, sends = self.trained_then, dict(self.sent_since)
         self.reborn(*self.snapshot)
-        held = set(self.merge.fly)
+        held = set(self.merge.in_flight)
         self.merge.start_over(sends, trained)
-        assert not self.merge.fly
+        assert not self.merge.in_flight
         _, counted, _, _, tokens_counted, given_up, undone, position = self.truth
         self.given_up, self.undone = given_up | held | sends.keys(), set(undone)
         # all that was ever stepped is counted or lost: nothing of it is the peer's any more
@@ -279,13 +279,13 @@ class World:
 
     # ---- what must be zero -------------------------------------------------------------------
     def gap(self) -> Tensor:
-        held = [send.message for send in self.merge.fly.values() if not send.dropped]
+        held = [send.message for send in self.merge.in_flight.values() if not send.dropped]
         flying = sum(held, self.vector(0, 0, 0))
         kept = self.merge.residual.values + flying + unsent(self.merge)
         return self.stepped - (self.counted + kept + self.forgone)
 
     def tokens_gap(self) -> int:
-        flying = sum(send.tokens for send in self.merge.fly.values())
+        flying = sum(send.tokens for send in self.merge.in_flight.values())
         kept = flying + self.merge.tokens + self.merge.lost_tokens
         return self.tokens_stepped - (self.tokens_counted + kept)
 

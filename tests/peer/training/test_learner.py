@@ -226,8 +226,9 @@ def test_who_leaves_while_the_anchor_does_not_come_back_leaves_without_a_snapsho
 
 @pytest.mark.parametrize(
     ("limits", "payload_bytes"),
-    [({"records_kept": 4}, 0), ({"log_bytes": 4000}, 1000)],
-    ids=["many records", "large records"],
+    # of four records at least, whatever the manifest says
+    [({"records_kept": 4}, 0), ({"records_kept": 1}, 0), ({"log_bytes": 4000}, 1000)],
+    ids=["many records", "few records", "large records"],
 )
 def test_who_only_follows_has_a_snapshot_that_its_pruned_log_reaches_back_to(
     tmp_path: Path, limits: dict[str, int], payload_bytes: int
@@ -351,7 +352,7 @@ def test_at_the_rounds_end_all_that_was_learnt_is_sent(loop: Loop) -> None:
     loop.fake.due = (0, 123.0)
     loop.learner.between_steps()
     assert loop.fake.told == [("submit", 0, 123.0, 3 * STEP_TOKENS, 0)]
-    (send,) = loop.model.merge.fly.values()
+    (send,) = loop.model.merge.in_flight.values()
     assert torch.equal(loop.buffers.message, send.message)
     torch.testing.assert_close(
         send.message, torch.full_like(send.message, 0.003), rtol=0, atol=1e-6
@@ -403,7 +404,7 @@ def test_a_record_with_this_peer_in_it_counts_what_it_sent(loop: Loop) -> None:
     loop.own_record()
     loop.learner.between_steps()
     merge = loop.model.merge
-    assert (merge.fly, merge.tokens) == ({}, STEP_TOKENS)
+    assert (merge.in_flight, merge.tokens) == ({}, STEP_TOKENS)
     (line,) = loop.events("round")
     assert (line["outcome"], line["tokens"], line["inner_steps"]) == (
         "counted",
@@ -422,7 +423,7 @@ def test_a_void_send_is_unsent_again_and_goes_with_the_next(loop: Loop) -> None:
     loop.train()
     loop.learner.between_steps()
     assert [event["round"] for event in loop.events("void")] == [0]
-    assert loop.model.merge.fly == {}
+    assert loop.model.merge.in_flight == {}
     loop.fake.due = (1, 2.0)
     loop.learner.between_steps()
     assert loop.fake.told[-1] == ("submit", 1, 2.0, 3 * STEP_TOKENS, 0)
@@ -435,7 +436,7 @@ def test_under_merge_none_the_loop_waits_for_its_own_record(tmp_path: Path) -> N
 
     loop.fake.events.to_come.extend([lambda: None, loop.own_record])
     loop.learner.between_steps()
-    assert (loop.learner.round, loop.model.merge.fly) == (0, {})
+    assert (loop.learner.round, loop.model.merge.in_flight) == (0, {})
     assert torch.equal(loop.live, loop.model.merge.anchor)
     assert loop.fake.events.waits == 2
 
@@ -446,7 +447,7 @@ def test_under_merge_none_a_stop_ends_the_wait(tmp_path: Path) -> None:
     loop.fake.due = (0, 1.0)
     loop.fake.events.to_come.append(loop.stop.set)
     loop.learner.between_steps()
-    assert list(loop.model.merge.fly) == [0]
+    assert list(loop.model.merge.in_flight) == [0]
 
 
 # ---- another state -------------------------------------------------------------------------------
@@ -497,7 +498,7 @@ def test_a_send_that_the_new_state_may_hold_is_not_sent_again(loop: Loop) -> Non
     loop.fake.events.put(resynced(loop, 5, None))
     loop.learner.between_steps()
     merge = loop.model.merge
-    assert (merge.fly, merge.tokens) == ({}, 0)
+    assert (merge.in_flight, merge.tokens) == ({}, 0)
     assert merge.lost_tokens == 2 * STEP_TOKENS, "as far as is known"
 
 
@@ -524,7 +525,7 @@ def test_what_became_of_a_send_is_taken_from_the_headers_of_the_new_states_chain
         "lost": merge.lost_tokens,
     }
     assert tokens.pop(fate) == 2 * STEP_TOKENS and set(tokens.values()) == {0}
-    assert not merge.fly
+    assert not merge.in_flight
     expected = merge.anchor - (fate == "unsent") * merge.config.weight * 0.002
     torch.testing.assert_close(loop.live, expected, rtol=0, atol=1e-6)
 
@@ -544,7 +545,7 @@ def test_a_send_from_after_the_new_state_is_undone(loop: Loop) -> None:
     loop.end_round(2, number=7)
     loop.fake.events.put(resynced(loop, 5, None))
     loop.learner.between_steps()
-    assert loop.model.merge.fly == {}
+    assert loop.model.merge.in_flight == {}
     assert loop.model.merge.tokens == 2 * STEP_TOKENS
 
 
@@ -616,7 +617,7 @@ def test_a_counted_record_says_what_the_codec_left_of_the_message(tmp_path: Path
     loop = Loop(tmp_path)
     loop.train(2)
     loop.send(0)
-    (send,) = loop.model.merge.fly.values()
+    (send,) = loop.model.merge.in_flight.values()
     length = float(send.message.norm())
     left = 0.25 * send.message
     event = loop.committed(0, send.message.clone(), mine=True)

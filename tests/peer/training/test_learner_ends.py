@@ -33,10 +33,10 @@ def test_a_leaver_waits_for_the_exchange_in_flight_and_keeps_all_on_disk(loop: L
 
 def test_a_leaver_whose_exchange_is_not_decided_takes_it_up_after_its_return(loop: Loop) -> None:
     loop.end_round(2)
-    (send,) = loop.model.merge.fly.values()
+    (send,) = loop.model.merge.in_flight.values()
     loop.learner.leave(ended=False, limit_s=0.05)
     again = Loop(loop.folder)
-    assert torch.equal(again.model.merge.fly[0].message, send.message)
+    assert torch.equal(again.model.merge.in_flight[0].message, send.message)
     assert torch.equal(again.buffers.message, send.message)
     assert again.learner.unsent
 
@@ -100,7 +100,7 @@ def test_a_child_that_dies_while_an_exchange_is_waited_for_costs_no_snapshot(loo
     with pytest.raises(ChildDied):
         loop.learner.leave(ended=False)
     again = Loop(loop.folder)
-    assert torch.equal(again.live, loop.live) and again.model.merge.fly
+    assert torch.equal(again.live, loop.live) and again.model.merge.in_flight
 
 
 def test_who_must_end_keeps_its_state_if_that_is_whole(loop: Loop) -> None:
@@ -160,7 +160,7 @@ def test_new_rules_reach_a_paused_peer_whose_send_is_in_flight(tmp_path: Path) -
     loop.fake.paused = True
     loop.fake.events.put(loop.committed(0, 0.1, mine=True))
     loop.learner.between_steps()
-    assert loop.model.merge.fly, "records are taken at the end of the round"
+    assert loop.model.merge.in_flight, "records are taken at the end of the round"
     loop.fake.revised = True
     with pytest.raises(loop_module.Revised):
         loop.learner.between_steps()

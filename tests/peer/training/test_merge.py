@@ -96,7 +96,7 @@ def test_late_by_one_round_skips_one_send_and_loses_nothing() -> None:
     assert peer.at == (97, 92.5, 98.5)
     peer.steps(2)  # p = 90.5
     assert peer.send(2) == 8
-    assert peer.merge.fly[2].tokens == 8
+    assert peer.merge.in_flight[2].tokens == 8
     peer.record(2, 8, mine=8)  # buf = 2 + 8 = 10;  d = 8 + 5 = 13;  A = 97 - 6.5 = 90.5
     assert peer.at == (90.5, 90.5, 90.5)
 

@@ -93,7 +93,7 @@ class CodecWorld(World):
         """A record of the two others, and of this peer where it is `mine`."""
         self.newest_round = max(self.newest_round, number)
         messages = {peer: 8 * self.unit * noise(peer, draw) for peer in ("a", "c")}
-        send = self.merge.fly.get(number) if mine else None
+        send = self.merge.in_flight.get(number) if mine else None
         if send is not None:
             messages[ME] = send.message.clone()
             self.surprised += self.ranks_at_send[number] != self.ranks

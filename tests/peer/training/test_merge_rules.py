@@ -42,13 +42,13 @@ def test_record_that_skips_one_of_the_chain_is_refused_and_changes_nothing(sent:
     with pytest.raises(OutOfOrder, match="follows d0"):
         sent.merge.commit(facts, one(0), one(0))
     assert sent.at == (100, 96, 96)
-    assert list(sent.merge.fly) == [0]
+    assert list(sent.merge.in_flight) == [0]
 
 
 def test_later_record_of_the_chain_closes_an_open_send_as_void(sent: Peer) -> None:
     sent.record(1, 4)  # no record 0 in this chain;  u = 4;  p = 97 - 3
     assert sent.at == (97, 94, 98)
-    assert not sent.merge.fly
+    assert not sent.merge.in_flight
     assert sent.merge.can_send
 
 
@@ -59,7 +59,7 @@ def test_earlier_record_leaves_a_send_in_flight_and_keeps_it_in_the_live_weight(
     peer.steps(1)
     peer.record(0, 4)  # u = 1, in flight 4;  p = 97 - 0.75 * 5 = 93.25;  start = 94.25
     assert peer.at == (97, 93.25, 94.25)
-    assert list(peer.merge.fly) == [1]
+    assert list(peer.merge.in_flight) == [1]
 
 
 def test_record_that_names_an_unknown_send_resets_to_the_anchor() -> None:
@@ -192,7 +192,7 @@ def test_newer_send_counts_whose_round_another_chain_had_counted(sent: Peer) -> 
     sent.steps(1)
     sent.send(0)
     assert sent.record(0, 4, mine=1) is Outcome.COUNTED
-    assert not sent.merge.tokens and not sent.merge.fly
+    assert not sent.merge.tokens and not sent.merge.in_flight
 
 
 def test_state_that_is_many_records_ahead_ages_what_is_unsent_by_as_many() -> None:

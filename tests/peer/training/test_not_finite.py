@@ -89,10 +89,10 @@ def test_a_send_in_flight_outlives_it(loop: Loop) -> None:
     loop.live[0] = torch.nan
     step(loop)
     merge = loop.model.merge
-    assert list(merge.fly) == [0] and not merge.can_send, "one send at a time"
-    expected = merge.anchor - merge.config.weight * merge.fly[0].delta
+    assert list(merge.in_flight) == [0] and not merge.can_send, "one send at a time"
+    expected = merge.anchor - merge.config.weight * merge.in_flight[0].delta
     torch.testing.assert_close(loop.live, expected)
-    loop.fake.events.put(loop.committed(0, merge.fly[0].message, mine=True))
+    loop.fake.events.put(loop.committed(0, merge.in_flight[0].message, mine=True))
     loop.learner.take_events()
     assert (merge.counted_tokens, merge.lost_tokens) == (STEP_TOKENS, STEP_TOKENS)
     torch.testing.assert_close(loop.live, merge.anchor)

@@ -253,7 +253,7 @@ def test_a_state_that_knows_of_the_send_makes_its_line_obsolete(loop: Loop) -> N
     loop.save()
     again = loop.again()
     assert not again.snapshots.sent_since
-    assert list(again.model.merge.fly) == [1]
+    assert list(again.model.merge.in_flight) == [1]
     assert torch.equal(again.live, loop.live)
 
 
@@ -306,7 +306,7 @@ def test_a_damaged_newest_state_does_not_keep_a_peer_from_its_run(
     again.save()
     # what it writes now is not taken for older than the sends before
     assert not again.again().snapshots.sent_since
-    assert list(again.again().model.merge.fly) == [2]
+    assert list(again.again().model.merge.in_flight) == [2]
 
 
 def test_nothing_of_a_state_stays_mapped_when_it_was_read(loop: Loop) -> None:

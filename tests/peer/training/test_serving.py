@@ -244,7 +244,7 @@ def test_it_does_not_move_with_progress_that_no_record_holds(served: Server) -> 
     served.loop.fake.due = (0, 1.0)
     served.loop.learner.between_steps()
     served.role.turn()  # now it is in flight
-    (send,) = served.loop.model.merge.fly.values()
+    (send,) = served.loop.model.merge.in_flight.values()
     served.loop.fake.events.put(served.loop.committed(0, send.message, mine=True))
     served.loop.learner.take_events()
     with pytest.raises(Move):
@@ -261,7 +261,7 @@ def test_it_moves_with_it_to_a_stage_that_has_nobody_but_not_while_a_send_is_und
     served.loop.train()
     served.loop.fake.move_to, served.loop.fake.moves_with_progress = 0, True
     served.role.turn()
-    (send,) = served.loop.model.merge.fly.values()
+    (send,) = served.loop.model.merge.in_flight.values()
     served.loop.fake.events.put(served.loop.committed(0, send.message, mine=True))
     served.loop.learner.take_events()
     assert served.loop.learner.unsent

@@ -37,7 +37,7 @@ def test_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
         merge.trained(1)
         facts = RecordFacts(round=0, digest="d0", previous="m", contributor=False)
         merge.commit(facts, anchor * 0.9, torch.zeros(1000))
-        return torch.cat([live, merge.progress.start, merge.fly[1].message])
+        return torch.cat([live, merge.progress.start, merge.in_flight[1].message])
 
     whole = run()
     monkeypatch.setattr(unsent_progress, "CHUNK_VALUES", 7)

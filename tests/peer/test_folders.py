@@ -168,7 +168,8 @@ NEEDS = MemoryNeeds(
 @pytest.fixture
 def there(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """What a machine and its GPU have, in all and free."""
-    facts = dict[str, int].fromkeys(("total", "gpu_total", "available", "gpu_free"), 10**12)
+    names: list[str] = ["total", "gpu_total", "available", "gpu_free"]
+    facts = dict.fromkeys(names, 10**12)
     for name in facts:
         monkeypatch.setattr(memory_and_disk, f"{name}_bytes", lambda *_, name=name: facts[name])
     return facts

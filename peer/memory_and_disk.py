@@ -115,12 +115,17 @@ def check_memory(needs: MemoryNeeds, limit_bytes: float | None, device: torch.de
     short: list[str] = []
     for kind, needed, most, free in kinds:
         status = memory_status(needed, most, free)
-        words = f"this stage needs about {size(needed)} of {kind}, {size(most)} is all that it may"
         if status == "failed":
-            raise InvalidInput(f"{words} have: host a smaller stage or use a larger machine")
+            raise InvalidInput(
+                f"this stage needs about {size(needed)} of {kind}, {size(most)} is all that it may "
+                "have: host a smaller stage or use a larger machine"
+            )
         if status == "warning":
-            remedy = "close other programs or host a smaller stage, or this peer may be ended"
-            short.append(f"{words} have, {size(free)} are free: {remedy}")
+            short.append(
+                f"this stage needs about {size(needed)} of {kind}, of {size(most)} that it may "
+                f"have {size(min(free, most))} are free: close other programs or host a smaller "
+                "stage, or this peer may be ended"
+            )
     return short
 
 

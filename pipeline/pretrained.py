@@ -10,9 +10,8 @@ How: the names are those of the model's parameters in transformers. A file of th
 leaves out their prefix, and one with tied embeddings the head, which then begins as the embedding.
 """
 
-# safetensors carries no types.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
+# What JSON and YAML hold is of no type.
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 

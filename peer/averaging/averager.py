@@ -10,12 +10,6 @@ or to take a state, it leases them for a while (`events.AnchorLease`): then it m
 and leaves of a message that the record holds what is still unsent.
 """
 
-# hivemind and its generated protocol classes carry no types.
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
-# pyright: reportUntypedBaseClass=false
-
 from __future__ import annotations
 
 import asyncio

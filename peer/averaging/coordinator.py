@@ -6,9 +6,6 @@ far links each call to the DHT takes seconds, and no exchange may wait for one. 
 loop must know comes to it as events; what it is doing it leaves in `status`.
 """
 
-# RunDHT extends hivemind's DHT, which carries no types.
-# pyright: reportUnknownMemberType=false
-
 from __future__ import annotations
 
 import logging

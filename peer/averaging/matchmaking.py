@@ -21,10 +21,6 @@ with four members on loopback, 6.7 MB in the three seconds before an exchange of
   and nobody takes a declaration back: its key is of this attempt alone.
 """
 
-# hivemind and its generated protocol classes carry no types.
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 import asyncio
@@ -229,7 +225,7 @@ class PlanKeys(GroupKeyManager):
     def excuse(self) -> None:
         """Nobody was at fault so far."""
         self._leader = ""
-        self._before = set()
+        self._before = set[str]()
 
     def ended(self, *, committed: bool, lacking: bool = False) -> None:
         """The exchange of the group is over, or none stood. lacking: somebody was not in it."""

@@ -336,8 +336,8 @@ class ClaimBook:
 
     def __init__(self, trust: Trust):
         self._trust = trust
-        # by digest, and whether its holders were only busy: since when it could not be had
-        # since when, and how often
+        # what could not be had, by digest and whether its holders were only busy: since when, and
+        # how often
         self._failing: dict[tuple[str, bool], tuple[float, int]] = {}
         self._ignored: set[str] = set()
         # what the witness claims, for how long it is passed over, in seconds, and until when

@@ -1,8 +1,5 @@
 """One look of the monitor at the swarm: what the signed records in the DHT say right now."""
 
-# RunDHT extends hivemind's DHT, which carries no types.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-
 from __future__ import annotations
 
 import time
@@ -45,9 +42,13 @@ class SwarmLook:
     bootstraps: Mapping[str, bool]
     answered: bool = False
     witness: str = ""
-    stages: Mapping[int, Mapping[str, StageRecord]] = field(default_factory=dict)
-    claims: Mapping[int, Mapping[str, ClaimRecord]] = field(default_factory=dict)
-    replicas: Mapping[str, ReplicaRecord] = field(default_factory=dict)
+    stages: Mapping[int, Mapping[str, StageRecord]] = field(
+        default_factory=dict[int, Mapping[str, StageRecord]]
+    )
+    claims: Mapping[int, Mapping[str, ClaimRecord]] = field(
+        default_factory=dict[int, Mapping[str, ClaimRecord]]
+    )
+    replicas: Mapping[str, ReplicaRecord] = field(default_factory=dict[str, ReplicaRecord])
 
     @property
     def reachable(self) -> bool:

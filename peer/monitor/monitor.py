@@ -9,10 +9,6 @@ health. The monitor's thread makes them after each look and leaves them there, a
 bytes; a caller gets the newest, however busy that thread is.
 """
 
-# RunDHT extends hivemind's DHT, which carries no types.
-# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownVariableType=false
-
 from __future__ import annotations
 
 import logging

@@ -9,10 +9,6 @@ Rounds that the operator goes back behind are purged, as TensorBoard calls it; w
 tensorboard and wandb are extras: only this file knows them.
 """
 
-# torch.utils.tensorboard carries no types, and wandb need not be there.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportMissingTypeStubs=false, reportMissingImports=false
-
 from __future__ import annotations
 
 import json

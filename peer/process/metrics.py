@@ -8,9 +8,6 @@ it (peer/training/report.py). Base units; labels only of a few values each, neve
 round; no `_created` series, which would double their number.
 """
 
-# RunDHT extends hivemind's DHT, which carries no types.
-# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 import threading

@@ -20,9 +20,8 @@ spells: a document that contains `</s>` must not end there.
 The validation loss is that of the anchor, on the run's fixed held-out windows.
 """
 
-# torch leaves `split` and `flatten` unannotated.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
+# torch leaves `split` and `tolist` unannotated.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 

@@ -75,9 +75,11 @@ def as_most_say(
 
 def newest_round(stages: Sequence[Mapping[str, ClaimRecord]], witness: str) -> tuple[int, int]:
     """The newest round that every stage has, -1 before the first, and the run's tokens, for an
-    onlooker. stages: what is claimed of each, from the first one on.
+    onlooker. stages: what is claimed of each, from the first one on; who has no record yet says
+    nothing of the newest.
     """
-    rounds = [as_most_say(claims, witness, lambda claim: claim.round, -1) for claims in stages]
+    held = [{peer: each for peer, each in some.items() if each.round >= 0} for some in stages]
+    rounds = [as_most_say(claims, witness, lambda claim: claim.round, -1) for claims in held]
     return min(rounds), SwarmView(me="", run_claims=stages[0]).run_tokens(witness)
 
 

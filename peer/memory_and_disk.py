@@ -99,9 +99,19 @@ def memory_status(needed: float, most: float, free: float = math.inf) -> Status:
     return "warning" if needed > min(SPARE_SHARE * most, free) else "ok"
 
 
+def memory_remedy(needed: float, most: float, free: float, *, limited: bool, gpu: bool) -> str:
+    """What a volunteer may do about a stage whose `memory_status` is not "ok". limited: the most is
+    that of --memory-limit.
+    """
+    remedy = "raise --memory-limit" if limited else "use a larger machine"
+    if needed <= most and not (limited and needed <= free):
+        remedy = "close other programs"
+    return f"--recompute, --offload or --device cpu takes less, or {remedy}" if gpu else remedy
+
+
 def check_memory(needs: MemoryNeeds, limit_bytes: float | None, device: torch.device) -> list[str]:
     """Refuse (InvalidInput) a stage that takes more than --memory-limit, or all that machine or GPU
-    have; else what it may be short of, in words.
+    have; else, in words, what it needs more of than is free now.
     """
     planned, total = needs.of_machine(device), total_bytes()
     if limit_bytes is not None and planned > limit_bytes:
@@ -109,22 +119,22 @@ def check_memory(needs: MemoryNeeds, limit_bytes: float | None, device: torch.de
             f"--memory-limit {limit_bytes / 1e9:.1f}: this stage needs about {size(planned)}; "
             "raise the limit or host a smaller stage"
         )
-    kinds = [("memory", planned, min(total, limit_bytes or total), available_bytes())]
+    kinds = [("memory", planned, total, available_bytes())]
     if device.type != "cpu":
         kinds.append(("GPU memory", needs.on_gpu, gpu_total_bytes(device), gpu_free_bytes(device)))
     short: list[str] = []
     for kind, needed, most, free in kinds:
-        status = memory_status(needed, most, free)
-        if status == "failed":
+        gpu = kind == "GPU memory"
+        remedy = memory_remedy(needed, most, free, limited=False, gpu=gpu)
+        if memory_status(needed, most) == "failed":
             raise InvalidInput(
-                f"this stage needs about {size(needed)} of {kind}, {size(most)} is all that it may "
-                "have: host a smaller stage or use a larger machine"
+                f"this stage needs about {size(needed)} of {kind}, {size(most)} is all there is: "
+                f"{remedy} or host a smaller stage"
             )
-        if status == "warning":
+        if needed > free:
             short.append(
-                f"this stage needs about {size(needed)} of {kind}, of {size(most)} that it may "
-                f"have {size(min(free, most))} are free: close other programs or host a smaller "
-                "stage, or this peer may be ended"
+                f"this stage needs about {size(needed)} of {kind}, {size(free)} are free: {remedy} "
+                "or host a smaller stage, or this peer may be ended"
             )
     return short
 

@@ -42,7 +42,7 @@ class StateFolder:
         """What belongs to a stage of a run: a folder that is moved away to join anew."""
         return self.path / f"{run}-stage{stage}"
 
-    def stages(self, run: str = "*") -> dict[int, Path]:
+    def stages(self, run: str) -> dict[int, Path]:
         """The folders of the stages of a run that were hosted here; no copies of them that somebody
         made.
         """
@@ -52,9 +52,9 @@ class StateFolder:
         return {int(stage): path for stage, path in found.items() if stage.isdecimal()}
 
     def of_stages(self, name: str, run: str = "*") -> list[Path]:
-        """The files of this name that they have."""
-        files = [folder / name for folder in self.stages(run).values()]
-        return [file for file in files if file.exists()]
+        """The files of this name that they have, of any run or one."""
+        files = sorted(self.path.glob(f"{run}-stage*/{name}"))
+        return [file for file in files if file.parent.name.rpartition("-stage")[2].isdecimal()]
 
     def took_part(self, run: str) -> bool:
         """Whether there is something of a run here."""

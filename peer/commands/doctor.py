@@ -119,13 +119,13 @@ class Examination:
         self._busy("joining the run")
         with contextlib.ExitStack() as stack:
             try:
-                place = stack.enter_context(self._joined(port))
+                joined = stack.enter_context(self._joined(port))
             except DilocoxError as error:
                 name = "version" if isinstance(error, UnreadableManifest) else "run"
                 yield fault(name, error)
                 return name
             try:
-                return (yield from self._in_the_run(place))
+                return (yield from self._in_the_run(joined))
             except DilocoxError as error:  # this machine's own node has ended in the middle
                 yield fault("run", error)
                 return ""
@@ -157,31 +157,31 @@ class Examination:
             announce = options.announce
             with join_run(
                 options.invite, identity, listen=listen, announce=announce, client_mode=True
-            ) as place:
-                yield place
+            ) as joined:
+                yield joined
 
     # ---- in the run ------------------------------------------------------------------------------
-    def _in_the_run(self, place: Joined) -> Lines[str]:
+    def _in_the_run(self, joined: Joined) -> Lines[str]:
         from dilocox.peer.commands.doctor_swarm import SwarmFacts
         from dilocox.peer.process.prepare import StageNeeds
         from dilocox.peer.process.starting_stage import stage_of_before
 
-        options, manifest = self._options, place.manifest
-        with contextlib.closing(SwarmFacts(place, options.invite, self._peer_id)) as swarm:
+        options, manifest = self._options, joined.manifest
+        with contextlib.closing(SwarmFacts(joined, options.invite, self._peer_id)) as swarm:
             yield doctor_checks.run_check(manifest, sum(swarm.sizes), swarm.trained)
             if manifest.admission == "listed" and not self._in_use:
-                admission, me = place.swarm.admission, self._peer_id
+                admission, me = joined.swarm.admission, self._peer_id
                 refusal = admission.refusal(me) if admission is not None and me else None
                 yield doctor_checks.admission_check(me, refusal)
             self._busy("looking who is there")
             yield doctor_checks.version_check(__version__, manifest.protocol, swarm.versions)
-            before = stage_of_before(self._folder, place.run, manifest.stages)
+            before = stage_of_before(self._folder, joined.run, manifest.stages)
             try:
                 stage = swarm.stage(options.stage, before)
             except InvalidInput as error:
                 yield fault("stage", error)
                 yield from self.room(None, manifest)
-                yield from self._network(place, swarm, 0)
+                yield from self._network(joined, swarm, 0)
                 return "stage"
             needs = StageNeeds(
                 manifest, stage, recompute=options.recompute, offload=options.offload
@@ -192,23 +192,32 @@ class Examination:
             short = yield from self.room(needs, manifest)
             if stage == 0:
                 yield data_check(manifest.data, options.data)
-            yield from self._network(place, swarm, stage)
+            yield from self._network(joined, swarm, stage)
             exchange = yield from self._exchange(swarm, needs)
             if not short:
                 yield self._speed(needs, exchange)
             return short
 
     def room(self, needs: StageNeeds | None, manifest: Manifest | None) -> Lines[str]:
-        """Device, memory and disk, as the stage asks; the names of those that do not suffice. A
-        peer that runs has its share, and so is asked for nothing.
+        """Device, memory and disk, as the stage asks; the names of those that do not suffice, also
+        where it is only now that too little is free. A peer that runs has its share, and so is
+        asked for nothing.
 
         CUDA is loaded here, so what forks (the DHT's process) is started before: a forked child
         cannot use it, and may hang.
         """
-        options, found = self._options, list[Check]()
+        options, found, full = self._options, list[Check](), set[str]()
         known = None if self._in_use else needs
         stage = None if known is None else known.stage
         plans: list[int] | None = None
+
+        def memory(
+            name: str, free: int, total: int, limit: float | None, plans: list[int] | None
+        ) -> None:
+            found.append(doctor_checks.memory_check(name, free, total, limit, plans, stage))
+            if plans is not None and stage is not None and plans[stage] > free:
+                full.add(name)
+
         if self._loaded:
             from dilocox.peer.commands.doctor_bench import look_at_device
 
@@ -217,20 +226,19 @@ class Examination:
             if manifest is not None:
                 from dilocox.peer.process.prepare import memory_of_stages
 
-                memory = memory_of_stages(
+                needed = memory_of_stages(
                     manifest, recompute=options.recompute, offload=options.offload
                 )
-                plans = [each.on_cpu for each in memory]
+                plans = [each.on_cpu for each in needed]
                 if device.kind == "cuda":
-                    plans = [each.beside_gpu for each in memory]
-                    on_gpu = [each.on_gpu for each in memory]
-                    had = device.free_bytes, device.total_bytes
-                    found.append(doctor_checks.memory_check("gpu", *had, None, on_gpu, stage))
-        had, limit = (available_bytes(), total_bytes()), options.memory_limit_bytes
-        found.append(doctor_checks.memory_check("memory", *had, limit, plans, stage))
+                    plans = [each.beside_gpu for each in needed]
+                    on_gpu = [each.on_gpu for each in needed]
+                    memory("gpu", device.free_bytes, device.total_bytes, None, on_gpu)
+        memory("memory", available_bytes(), total_bytes(), options.memory_limit_bytes, plans)
         found.append(self._disk(known))
         yield from found
-        return ", ".join(check.name for check in found if check.status == "failed")
+        short = [each.name for each in found if each.status == "failed" or each.name in full]
+        return ", ".join(short)
 
     def _disk(self, needs: StageNeeds | None) -> Check:
         options = self._options
@@ -240,9 +248,9 @@ class Examination:
 
         return disk_room(self._folder.run(options.invite.run_id, needs.stage), needs)
 
-    def _network(self, place: Joined, swarm: SwarmFacts, stage: int) -> Iterator[Check]:
+    def _network(self, joined: Joined, swarm: SwarmFacts, stage: int) -> Iterator[Check]:
         options = self._options
-        yield doctor_checks.clock_check(place.clock.offset, swarm.peer_clock(stage))
+        yield doctor_checks.clock_check(joined.clock.offset, swarm.peer_clock(stage))
         self._busy("asking others to dial this machine")
         # where this folder's peer runs, its own port is the one that matters
         found = swarm.reach(options.announce, options.port if self._in_use else 0)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal
 from dilocox.dht.errors import DilocoxError, reason_of
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import bootstrap_address
-from dilocox.peer.memory_and_disk import Check, memory_status, nearest, size
+from dilocox.peer.memory_and_disk import Check, memory_remedy, memory_status, nearest, size
 from dilocox.peer.os_process import counted
 from dilocox.peer.state_folder import StateFolder
 
@@ -190,11 +190,7 @@ def memory_check(
     if status == "ok":
         return Check(name, status, text)
     text += f"; a peer here may take {size(most)}"
-    remedy = "raise --memory-limit" if limited else "use a larger machine"
-    if status == "warning" and not (limited and plans[stage] <= free_bytes):
-        remedy = "close other programs"
-    if name == "gpu":
-        remedy = f"--recompute, --offload or --device cpu takes less, or {remedy}"
+    remedy = memory_remedy(plans[stage], most, free_bytes, limited=limited, gpu=name == "gpu")
     if fitting and stage not in fitting:
         remedy += f", or host stage {fitting[0]} with `--stage {fitting[0]}`"
     return Check(name, status, text, remedy)

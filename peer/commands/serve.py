@@ -39,6 +39,7 @@ from dilocox.dht.errors import DilocoxError
 from dilocox.dht.join import Joined, check_node, visiting
 from dilocox.dht.manifest_revisions import ManifestWatch
 from dilocox.dht.swarm_view import newest_round
+from dilocox.peer.chain.rollback import last_rollback
 from dilocox.peer.chain.visitor_download import run_claims
 from dilocox.peer.commands.export import DEFAULT_TOKENS, TextModel, export_run, shown_rounds
 from dilocox.peer.commands.model_memory import MAX_POSITIONS, check_model_memory, writing_bytes
@@ -467,7 +468,8 @@ def follow(
     Raises EnvironmentFault: this program's DHT node has ended.
     """
     watch = ManifestWatch(joined.swarm, joined.run, joined.manifest)
-    tried, next_at = -1, time.monotonic() + 60 * options.refresh_minutes
+    tried, loaded_after = -1, last_rollback(joined.manifest)
+    next_at = time.monotonic() + 60 * options.refresh_minutes
     while True:
         stop.event.wait(LOOK_S)
         check_node(joined)
@@ -483,12 +485,13 @@ def follow(
         if newest in (-1, tried):
             continue
         least = 1 if watch.manifest.ended_at(tokens) else options.refresh_rounds
-        if abs(newest - service.loaded.round) < least:  # after a rollback it is an earlier one
+        back = last_rollback(watch.manifest) != loaded_after  # to an earlier round
+        if not back and newest - service.loaded.round < least:
             continue
         pause_s = 60 * options.refresh_minutes
         try:
             service.take(load(options, joined, folder))
-            tried = newest
+            tried, loaded_after = newest, last_rollback(joined.manifest)
         except (DilocoxError, OSError, ValueError) as error:
             logger.warning("no newer weights; the old ones still answer: %s", error)
             pause_s = max(RETRY_S, pause_s)

@@ -370,7 +370,7 @@ def unfit(
         check_memory(needs.memory, options.memory_limit_bytes, device)
         if stage == 0:
             check_text(manifest.data, options.data)
-    except InvalidInput as error:
+    except (InvalidInput, RuntimeError) as error:  # CUDA's faults are the second
         return str(error)
     return ""
 

@@ -58,6 +58,7 @@ def test_an_odd_value_in_any_field_is_refused_or_fits_in_every_reader(
             view = view_of(read)
             assert view.counted()
             view.says_ended(manifest, "")
+            assert view.run_tokens("") < 2**60
             assert view.held_by(["b"], 1) in (True, False)
             view.best_claim(0, "")
             assert dial_targets(view.stages, "a", 0) in ({}, {"b": STAGE.addresses})

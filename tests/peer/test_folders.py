@@ -212,9 +212,9 @@ def test_a_peer_that_may_be_short_of_memory_is_warned_and_not_refused(
     there["gpu_free"] -= 1
     (words,) = check_memory(NEEDS, None, GPU)
     assert f"about {size(2 * CUDA_BYTES + 210_000_000)} of GPU memory" in words
+    assert "are free: --recompute, --offload or --device cpu takes less, or close other" in words
     there["available"] = 10**12
-    assert check_memory(NEEDS, NEEDS.on_cpu / 0.86, CPU) != []  # little to spare
-    assert check_memory(NEEDS, NEEDS.on_cpu / 0.84, CPU) == []
+    assert check_memory(NEEDS, NEEDS.on_cpu, CPU) == []  # a limit that is just enough is meant so
 
 
 def test_a_peer_that_takes_more_than_its_limit_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,7 +171,7 @@ def test_invite_of_a_run_that_the_bootstrap_does_not_know_is_an_invite_mistake(
     ("options", "words"),
     [
         (["--stage", "3"], ["--stage 3", "stage 0 only"]),
-        (["--memory-limit", "0.1"], ["--memory-limit 0.1", "needs about 0.9 GB", "raise"]),
+        (["--memory-limit", "0.1"], ["--memory-limit 0.1", "this stage needs about", "raise"]),
         (["--data", "/nowhere/x.txt"], ["'/nowhere/x.txt'", "no text file", "give a file"]),
         (["--data", "/nowhere/x.jsonl"], ["'/nowhere/x.jsonl'", "no json file", "give a file"]),
         (["--device", "abacus"], ["--device abacus", "choose cpu or auto"]),

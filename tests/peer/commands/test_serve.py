@@ -269,20 +269,26 @@ def test_newer_weights_answer_from_the_next_text_on_and_say_so(
 
 
 @pytest.mark.parametrize(
-    ("rounds", "tokens", "worth"),
+    ("rounds", "tokens", "rollbacks", "worth"),
     [
-        ([[15], [15]], 800, True),
-        ([[14], [15]], 800, False),
-        ([[15], [14]], 800, False),  # not every stage has it
-        ([[14], [14]], 1000, True),
-        ([[12], [12]], 1000, False),
-        ([[9], [9]], 800, True),
-        ([[], []], 800, False),
-        ([[12, 13, 900], [12]], 800, False),  # a stranger's word moves nobody
+        ([[15], [15]], 800, 0, True),
+        ([[15, -1, -1], [15]], 800, 0, True),  # who only joins says nothing of it
+        ([[14], [15]], 800, 0, False),
+        ([[15], [14]], 800, 0, False),  # not every stage has it
+        ([[14], [14]], 1000, 0, True),
+        ([[12], [12]], 1000, 0, False),
+        ([[9], [9]], 800, 0, False),  # peers that are behind
+        ([[9], [9]], 800, 1, True),
+        ([[], []], 800, 0, False),
+        ([[12, 13, 900], [15]], 800, 0, False),  # a stranger's word moves nobody
     ],
 )
 def test_weights_are_loaded_once_after_so_many_rounds_or_where_the_run_has_ended(
-    rounds: list[list[int]], tokens: int, worth: bool, monkeypatch: pytest.MonkeyPatch
+    rounds: list[list[int]],
+    tokens: int,
+    rollbacks: int,
+    worth: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """rounds: what the peers of each stage claim, while the weights of round 12 answer."""
 
@@ -301,7 +307,7 @@ def test_weights_are_loaded_once_after_so_many_rounds_or_where_the_run_has_ended
         manifest=Manifest.from_dict(about),
         clock=cast("Any", None),
         dht=cast("Any", SimpleNamespace(running=True)),
-        swarm=cast("Any", SimpleNamespace(read=lambda key, _: told[key])),
+        swarm=cast("Any", SimpleNamespace(read_many=lambda keys: {key: told[key] for key in keys})),
     )
     loads, waits = list[object](), iter(range(4))
 
@@ -313,6 +319,8 @@ def test_weights_are_loaded_once_after_so_many_rounds_or_where_the_run_has_ended
     options = cast("Any", SimpleNamespace(refresh_rounds=3, refresh_minutes=0))
     stop = cast("Any", SimpleNamespace(event=SimpleNamespace(wait=wait)))
     monkeypatch.setattr(serving, "load", lambda *_: object())
+    newest = iter([0])  # under the manifest that it begins with
+    monkeypatch.setattr(serving, "last_rollback", lambda _: next(newest, rollbacks))
     with pytest.raises(StopRequested):
         serving.follow(options, joined, cast("Any", service), Path(), stop)
     assert len(loads) == worth

@@ -317,7 +317,7 @@ def main() -> None:
     torch.set_num_threads(2)
     wanted: list[tuple[str, str]] = []
     if arguments.quick:
-        arguments.links, arguments.runs, arguments.inner_steps = ["100"], 1, 40
+        arguments.links, arguments.runs, arguments.inner_steps = ["100"], 1, 20
         arguments.contestants = [ALL_REDUCE, OURS]
     for line in arguments.links:
         for contestant in arguments.contestants:

@@ -70,7 +70,7 @@ CAMPAIGN_COLUMNS = (
     Column("committed", ".1%"),
     Column("not sound", "d"),
 )
-LIAR_ROUNDS = 14
+LIAR_ROUNDS, QUICK_LIAR_ROUNDS = 14, 8
 LIAR_COLUMNS = (
     *(Column(name) for name in ("who lies", "of", "how", "rounds", "committed")),
     Column("every head", ".0%"),
@@ -246,7 +246,8 @@ def with_liars(seed: int, rounds: int) -> dict[tuple[str, str, str], Scenario]:
 
 def liars(report: Report, arguments: argparse.Namespace) -> int:
     """Who lies, how, and what comes of it; the exit code."""
-    scenarios = with_liars(arguments.seed, arguments.rounds or LIAR_ROUNDS)
+    usual = QUICK_LIAR_ROUNDS if arguments.quick else LIAR_ROUNDS
+    scenarios = with_liars(arguments.seed, arguments.rounds or usual)
     if arguments.quick:
         kept = [each for each in scenarios if each[0] != "copy alone" and each[1] in ("4", "1")]
         scenarios = {each: scenarios[each] for each in kept}

@@ -97,7 +97,8 @@ def main() -> None:
     made.add_argument("--merge", default="rebase", help="rebase, reset or none")
     report, arguments = Report.parse(made, "slow-peer")
     if arguments.quick:
-        arguments.peers, arguments.rounds, arguments.inner_steps = 2, 1, 20
+        arguments.peers, arguments.rounds = 2, 1
+        arguments.inner_steps, arguments.step_s = 20, 0.05
     if arguments.peers < 2 or arguments.rounds < 1:
         made.error("--peers must be 2 or more, --rounds 1 or more")
     slowdowns = {"equal peers": 1.0, "one slower": arguments.slowdown}

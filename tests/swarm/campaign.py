@@ -161,8 +161,9 @@ class Outcome:
     detected_s: from the fault until a survivor knew.
     splice_s: from a survivor's knowing until the chain stood again, by replacement of a member or
         by another head.
-    stop_s: between the last inner step before and the first one after, of the member that went on
-        first. reason: of the head, or of the survivors of a head.
+    stop_s: between the last inner step before, of the member that went on first, or of the replica
+        where it was a spare then, and the first one after. reason: of the head, or of the survivors
+        of a head.
     back_s: from the fault until the swarm was whole again.
     """
 
@@ -406,7 +407,10 @@ class _Story:
         again = next((at for at in steps if at > whole["time"]), None)
         if again is None:
             return None
-        before = max((at for at in steps if at < again), default=again)
+        # who was a spare before has taken none for long: then the replica's last one counts
+        went_on = [peer] if peer in self._members else self._members
+        taken = (at for each in went_on if each.shown for at in each.shown.steps if at < again)
+        before = max(taken, default=again)
         splice_s = whole.get("splice_s", whole["time"] - known_at)
         return again, again - before, splice_s
 

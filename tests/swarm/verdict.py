@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
+from dilocox.pipeline.member import PATIENCE, PING_LIMIT_S
 from tests.swarm.campaign import Outcome
 from tests.swarm.harness import ProcessSwarm
 
@@ -45,8 +46,10 @@ def summary(swarm: ProcessSwarm, outcomes: list[Outcome]) -> str:
 
 
 def _long_stops(swarm: ProcessSwarm, outcomes: list[Outcome]) -> Iterator[str]:
-    limit_s = swarm.manifest.deadlines.silence_s + STOP_S
     for each in outcomes:
+        limit_s = swarm.manifest.deadlines.silence_s + STOP_S
+        if each.fault.role == "head" and each.reason == "silent":
+            limit_s += PATIENCE * PING_LIMIT_S  # it may be the line that is full
         if each.spare and (each.stop_s is None or each.stop_s > limit_s):
             yield f"fault {each.number}: training stood still {each.stop_s} s beside a spare"
 
